@@ -1,0 +1,1 @@
+"""CUDA kernels of the state methods, compiled and launched with CuPy."""

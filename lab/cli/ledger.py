@@ -1,0 +1,116 @@
+"""`treewy ledger`: where the memory of a GPU goes, in the words of the engine's log."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from lab.cli.output import JSON_OPTION, print_json, print_table
+
+
+def command(
+    model: str = typer.Option(..., "--model", help="A shipped model (any letter case) or the path of a config.json."),
+    gpu: str = typer.Option(None, "--gpu", help="h200, b200 or h100. Not needed when the pool is given."),
+    gpu_memory_utilization: float = typer.Option(0.92, "--gpu-memory-utilization", help="Share of memory, 0 to 1."),
+    tensor_parallel_size: int = typer.Option(1, "--tensor-parallel-size", help="GPUs that share the model."),
+    max_model_len: int = typer.Option(32768, "--max-model-len", help="Longest request, tokens."),
+    max_num_seqs: int = typer.Option(
+        None,
+        "--max-num-seqs",
+        help="Most running requests; records of a method are reserved for this many (256).",
+    ),
+    kv_cache_dtype: str = typer.Option("auto", "--kv-cache-dtype", help="auto (bf16), bfloat16 or fp8."),
+    mamba_ssm_cache_dtype: str = typer.Option(
+        "auto", "--mamba-ssm-cache-dtype", help="auto (the checkpoint's), float32 or bfloat16."
+    ),
+    weight_dtype: str = typer.Option("bf16", "--weight-dtype", help="bf16, fp8_tensor or fp8_block128."),
+    num_gpu_blocks_override: int = typer.Option(
+        None, "--num-gpu-blocks-override", help="Blocks that a real engine measured."
+    ),
+    kv_cache_memory_bytes: int = typer.Option(None, "--kv-cache-memory-bytes", help="Bytes of the pool, per GPU."),
+    enable_prefix_caching: bool = typer.Option(
+        False, "--enable-prefix-caching/--no-enable-prefix-caching", help="Mode align (on) or none (off)."
+    ),
+    speculative_config: str = typer.Option(
+        None, "--speculative-config", help='JSON, e.g. {"method": "mtp", "num_speculative_tokens": 3}.'
+    ),
+    state_method: str = typer.Option("storeall", "--state-method", help="State method of the recurrent layers."),
+    tree: str = typer.Option(None, "--tree", help="Draft tree (2,2,2); instead of --speculative-config."),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Memory ledger of one GPU: named lines, blocks, KV tokens, maximum concurrency, largest viable max_num_seqs."""
+    from lab.methods import get_method
+    from lab.shapes import load_shape
+    from lab.trees import DraftTree
+    from simulator.ledger import build_ledger
+    from simulator.scenario import engine_settings
+
+    engine = engine_settings(
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        max_num_seqs=256 if max_num_seqs is None else max_num_seqs,
+        kv_cache_dtype=kv_cache_dtype,
+        mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
+        weight_dtype=weight_dtype,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    method = get_method(state_method)
+    draft_tree = _tree(tree, speculative_config)
+    if method.topology == "decode" and tree is None and speculative_config is None:
+        draft_tree = DraftTree.chain(0)
+    result = build_ledger(load_shape(model), gpu, tensor_parallel_size, engine, method, draft_tree)
+    result.check_fits()
+    if as_json:
+        print_json(result.to_json())
+    else:
+        _print(result)
+    if max_num_seqs is not None:
+        result.check_num_seqs(max_num_seqs)
+
+
+def _tree(tree: str | None, speculative_config: str | None) -> Any:
+    from lab.errors import UsageError
+    from lab.trees import DraftTree, parse_tree
+
+    if tree is not None and speculative_config is not None:
+        raise UsageError("--tree and --speculative-config both say what is drafted; give one of them")
+    if tree is not None:
+        return parse_tree(tree)
+    if speculative_config is None:
+        return DraftTree.chain(0)
+    example = '{"method": "mtp", "num_speculative_tokens": 3}'
+    try:
+        config = json.loads(speculative_config)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--speculative-config is not JSON ({error}); an example is {example}") from error
+    drafts = config.get("num_speculative_tokens") if isinstance(config, dict) else None
+    if not isinstance(drafts, int) or isinstance(drafts, bool) or drafts < 1:
+        raise UsageError(f"--speculative-config needs num_speculative_tokens >= 1; an example is {example}")
+    return DraftTree.chain(drafts)
+
+
+def _print(ledger: Any) -> None:
+    from lab.units import GIB
+
+    layout = ledger.layout
+    rows = [(name.replace("_", " "), f"{size:,}", f"{size / GIB:.3f}") for name, size in ledger.lines.items()]
+    total = sum(ledger.lines.values())
+    rows.append(("total", f"{total:,}", f"{total / GIB:.3f}"))
+    print_table("Memory of one GPU, the pool full of requests of max_model_len", ("line", "bytes", "GiB"), rows)
+    typer.echo("")
+    typer.echo(f"Setting attention block size to {layout.block_size_tokens} tokens")
+    typer.echo(f"Padding mamba page size by {layout.padding_fraction * 100:.2f}%")
+    typer.echo(
+        f"GPU blocks: {ledger.num_gpu_blocks:,} ({ledger.gpu_blocks_source}), {layout.bytes_per_block:,} bytes each"
+    )
+    typer.echo(
+        f"Blocks per request of {ledger.max_model_len:,} tokens: {ledger.blocks_per_request} "
+        f"({layout.state_blocks_per_request} of them state)"
+    )
+    typer.echo(f"GPU KV cache size: {ledger.kv_cache_tokens:,} tokens")
+    typer.echo(f"Maximum concurrency for {ledger.max_model_len:,} tokens per request: {ledger.max_concurrency:.2f}x")
+    typer.echo(f"Largest viable max_num_seqs: {ledger.max_viable_num_seqs}")

@@ -1,0 +1,22 @@
+"""Errors that the command line turns into one clear sentence.
+
+`UsageError` ends a command with exit code 2 (unusable input), `MissingError` with 3 (a device or an extra is missing).
+A message names the field, the value found and what is allowed, so that the reader knows what to change.
+"""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """Input that cannot be used as it is; the message says which field, which value and what is allowed."""
+
+
+class InfeasibleError(UsageError):
+    """Well-formed input whose combination cannot run (a tree on a chain-only method, a pool too small for one request).
+
+    A sweep leaves such a cell out and says why; a single run ends with the message.
+    """
+
+
+class MissingError(RuntimeError):
+    """A device, a tool or an optional dependency that the request needs is not there."""

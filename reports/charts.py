@@ -1,0 +1,363 @@
+"""Vega-Lite specifications of a group's charts, made with Altair: small panels that fill the width they get.
+
+Every panel reads named data that the page holds once (`cells`, `pools`, `ledgers`) and three parameters that the
+page's controls set: `tree`, `budget` (gpu_memory_utilization) and `hidden` (methods switched off). A panel draws one
+memory budget or one load, so that a line never mixes two; methods that draft nothing appear with every tree. All
+panels of a figure have one scale of y, unless said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from lab.units import GIB
+from reports.data import Cell, Group
+from reports.ledgers import LedgerEntry, ledger_titles, pool_rows
+from reports.palette import METHOD_DASHES, method_colours
+from reports.text import LOAD_TITLES, counted, load_phrase, plain
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+PANEL_HEIGHT = 190
+INK, FAINT, GRID = "#333942", "#6b7280", "#e6e8eb"
+#: Fields of the data set `cells` that are numbers.
+NUMBERS = (
+    "output_throughput",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "peak_kv_gib",
+    "mean_running",
+    "acceptance_length",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart: its heading and specification."""
+
+    title: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Panels that belong together. `control` is the parameter that chooses what is shown."""
+
+    key: str
+    title: str
+    note: str
+    panels: tuple[Panel, ...]
+    control: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A quantity drawn against load."""
+
+    key: str
+    field: str
+    title: str
+    unit: str
+    note: str = ""
+    log: bool = False
+
+
+LOAD_METRICS = (
+    Metric(
+        "peak-kv",
+        "peak_kv_gib",
+        "Peak KV memory against load",
+        "GiB",
+        "What running requests hold at the peak: attention KV, recurrent states, records. The dotted line is all that "
+        "there is: a method that reaches it makes requests wait.",
+    ),
+    Metric(
+        "ttft",
+        "p99_ttft_ms",
+        "p99 time to first token against load",
+        "ms, log scale",
+        "Waiting for memory shows here first: the curve leaves the others at the knee.",
+        log=True,
+    ),
+    Metric("throughput", "output_throughput", "Output throughput against load", "tokens/s"),
+    Metric(
+        "tpot",
+        "mean_tpot_ms",
+        "Mean time per output token (TPOT) against load",
+        "ms",
+        "Steps that carry more requests take longer: a method may have the higher TPOT and yet the higher throughput.",
+    ),
+)
+
+
+def figures(group: Group, ledgers: Sequence[LedgerEntry]) -> list[Figure]:
+    """All figures of a group that it has data for."""
+    usable = [cell for cell in group.cells if cell.usable]
+    found: list[Figure] = []
+    if usable:
+        pools = pool_rows(ledgers)
+        found += [_load_figure(group, usable, metric, pools) for metric in LOAD_METRICS]
+        if len(group.all_trees) > 1:
+            found.append(_width_figure(group, usable))
+    if ledgers:
+        found.append(_ledger_figure(ledgers))
+    return found
+
+
+def cell_rows(group: Group) -> list[dict[str, Any]]:
+    """Rows of the data set `cells`; numbers that are not finite become null."""
+    return [
+        {
+            "state_method": cell.state_method,
+            "tree": cell.tree,
+            "rows": cell.num_rows,
+            "budget": cell.gpu_memory_utilization,
+            "load": group.load(cell),
+            "memory": "memory bound" if cell.memory_bound else "memory to spare",
+            "steps": "partly extrapolated" if cell.extrapolated else "within the tables",
+            **{field: _finite(getattr(cell, field)) for field in NUMBERS},
+        }
+        for cell in group.cells
+        if cell.usable
+    ]
+
+
+def _load_figure(group: Group, cells: list[Cell], metric: Metric, pools: Sequence[dict[str, Any]]) -> Figure:
+    spans = {}
+    for tree in group.trees:
+        values = [getattr(cell, metric.field) for cell in cells if cell.tree == tree or cell.num_rows == 1]
+        if metric.key == "peak-kv":
+            values += [pool["pool_gib"] for pool in pools if pool["tree"] == tree]
+        spans[tree] = _span(values, metric.log)
+    axis = _y_axis(metric.unit, spans if metric.log else None)
+    y = alt.Y(f"{metric.field}:Q", scale=_scale(spans, metric.log), axis=axis)
+    panels = []
+    for budget in group.budgets:
+        here = f"datum.budget === {budget!r}"
+        condition = f"{here} && (datum.tree === tree || datum.rows === 1)"
+        shown = f"{condition} && datum.{metric.field} > 0" if metric.log else condition
+        layers = _lines(group, shown, _load_axis(group), y)
+        if metric.key == "peak-kv":
+            layers.insert(0, _pool_rule(f"{here} && datum.tree === tree"))
+        panels.append(Panel(f"gpu_memory_utilization {plain(budget)}", _finish(alt.layer(*layers), group)))
+    return Figure(metric.key, metric.title, metric.note, tuple(panels), "tree")
+
+
+def _width_figure(group: Group, cells: list[Cell]) -> Figure:
+    rows = json.dumps({cell.tree: counted(cell.num_rows, "row") for cell in group.cells})
+    axis = _x_axis("draft tree", labelExpr=f"width > 220 ? [datum.label, {rows}[datum.label]] : datum.label")
+    panels = []
+    for load in _some(sorted({group.load(cell) for cell in cells})):
+        top = max(cell.output_throughput for cell in cells if group.load(cell) == load)
+        x = alt.X("tree:N", scale=alt.Scale(domain=group.all_trees), axis=axis)
+        y = alt.Y("output_throughput:Q", scale=alt.Scale(domain=[0, 1.06 * top]), axis=_y_axis("tokens/s"))
+        layers = _lines(group, f"datum.load === {load!r} && datum.budget === budget", x, y)
+        panels.append(Panel(load_phrase(group.load_field, load), _finish(alt.layer(*layers), group)))
+    note = "Wider trees accept more tokens a step but make every step dearer. Each panel has its own scale."
+    return Figure("width", "Output throughput against tree width", note, tuple(panels), "budget")
+
+
+def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
+    titles = list(ledger_titles(entries).values())
+    colours = alt.Scale(domain=[title for title, _ in titles], range=[colour for _, colour in titles])
+    configurations = list(dict.fromkeys(entry.label for entry in entries))
+    total = max(sum(entry.lines.values()) for entry in entries) / GIB
+    labels = alt.Axis(labelLimit=140, domain=False, ticks=False, labelPadding=6)
+    chart = (
+        alt.Chart(alt.NamedData("ledgers"))
+        .mark_bar(stroke="white", strokeWidth=0.6, height={"band": 0.78})
+        .transform_filter("datum.budget === budget && indexof(hidden, datum.state_method) < 0")
+        .encode(
+            x=alt.X(
+                "sum(gib):Q",
+                scale=alt.Scale(domain=[0, total], nice=False),
+                axis=_x_axis("GiB of one GPU", grid=True, tickCount=8),
+            ),
+            y=alt.Y("configuration:N", sort=configurations, title=None, axis=labels),
+            color=alt.Color("line:N", scale=colours, legend=None),
+            order=alt.Order("order:Q"),
+            tooltip=[
+                alt.Tooltip("state_method:N", title="state method"),
+                alt.Tooltip("tree:N", title="draft tree"),
+                alt.Tooltip("line:N", title="line"),
+                alt.Tooltip("sum(gib):Q", title="GiB", format=",.2f"),
+            ],
+        )
+    )
+    note = (
+        "Lines add up to the whole memory of one GPU. The pool is shown as full of requests of max_model_len as it "
+        "gets; speculative states are the copies kept for rows that may be rejected."
+    )
+    spec = _finish(chart, None, height=24 * len(configurations) + 8)
+    return Figure("ledger", "Memory ledger", note, (Panel("", spec),), "budget")
+
+
+def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """A line per method with a point per cell; hollow points are memory bound."""
+    colours = method_colours(group.methods)
+    colour = alt.Scale(domain=list(colours), range=list(colours.values()))
+    dash = alt.Scale(domain=list(colours), range=[METHOD_DASHES.get(name, [2, 1]) for name in colours])
+    shown = f"{condition} && indexof(hidden, datum.state_method) < 0"
+    base = alt.Chart(alt.NamedData("cells")).transform_filter(shown).encode(x=x, y=y)
+    key = ["state_method", "tree", "budget", "load"]
+    hover = alt.selection_point(name="hover", on="pointerover", clear="pointerout", fields=key, empty=False)
+    hollow = alt.when("datum.memory === 'memory bound'").then(alt.value("white"))
+    lines = base.mark_line(clip=True, strokeWidth=1.8, strokeJoin="round").encode(
+        color=alt.Color("state_method:N", scale=colour, legend=None),
+        strokeDash=alt.StrokeDash("state_method:N", scale=dash, legend=None),
+    )
+    points = base.mark_point(strokeWidth=1.6, opacity=1).encode(
+        stroke=alt.Stroke("state_method:N", scale=colour, legend=None),
+        fill=hollow.otherwise(alt.Fill("state_method:N", scale=colour, legend=None)),
+        size=alt.when(hover).then(alt.value(110)).otherwise(alt.value(34)),
+    )
+    # Marks that cannot be seen but are easy to hit; `nearest` would do it, but loses text in its tooltips (Vega-Lite 6.4).
+    targets = base.mark_point(filled=True, size=320, opacity=0).encode(tooltip=_tooltip(group))
+    return [lines, points, targets.add_params(hover)]
+
+
+def _pool_rule(condition: str) -> alt.Chart:
+    """The size of the pool as a dotted line."""
+    base = alt.Chart(alt.NamedData("pools")).transform_filter(condition)
+    rule: alt.Chart = base.mark_rule(clip=True, color=FAINT, strokeDash=[1, 3], strokeWidth=1.5).encode(y="pool_gib:Q")
+    return rule
+
+
+def _tooltip(group: Group) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("state_method:N", title="state method"),
+        alt.Tooltip("tree:N", title="draft tree"),
+        alt.Tooltip("budget:Q", title="gpu_memory_utilization"),
+        alt.Tooltip("load:Q", title=LOAD_TITLES[group.load_field], format=",~g"),
+        alt.Tooltip("output_throughput:Q", title="output, tokens/s", format=",.0f"),
+        alt.Tooltip("p99_ttft_ms:Q", title="p99 TTFT, ms", format=",.0f"),
+        alt.Tooltip("mean_tpot_ms:Q", title="mean TPOT, ms", format=",.1f"),
+        alt.Tooltip("peak_kv_gib:Q", title="peak KV, GiB", format=",.1f"),
+        alt.Tooltip("mean_running:Q", title="running, mean", format=",.1f"),
+        alt.Tooltip("acceptance_length:Q", title="acceptance length", format=",.2f"),
+        alt.Tooltip("memory:N", title="block pool"),
+        alt.Tooltip("steps:N", title="step costs"),
+    ]
+
+
+def _load_axis(group: Group) -> alt.X:
+    loads = group.loads
+    title = LOAD_TITLES[group.load_field]
+    if group.load_field == "none":
+        return alt.X("load:O", axis=_x_axis(title, labels=False, ticks=False))
+    log = group.load_field == "max_concurrency" and loads[0] > 0
+    if log:
+        pad = 1.2 if len(loads) > 1 else 2.0
+        scale = alt.Scale(type="log", base=2, domain=[loads[0] / pad, loads[-1] * pad], nice=False)
+    else:
+        span = (loads[-1] - loads[0]) or loads[-1] or 1.0
+        scale = alt.Scale(domain=[max(0.0, loads[0] - 0.06 * span), loads[-1] + 0.06 * span], nice=False)
+    fits = f"width > 220 || indexof({_spread(loads, log)}, datum.value) >= 0"
+    axis = _x_axis(title, values=loads, format="~g", labelOverlap="greedy", labelExpr=f"{fits} ? datum.label : ''")
+    return alt.X("load:Q", scale=scale, axis=axis)
+
+
+def _spread(loads: list[float], log: bool) -> list[float]:
+    """The loads that a narrow panel labels: from the highest down, those far enough from the one before."""
+    places = [math.log2(load) if log else load for load in loads]
+    gap = 0.17 * (places[-1] - places[0])
+    kept: list[int] = []
+    for index in reversed(range(len(loads))):
+        if not kept or places[kept[-1]] - places[index] >= gap:
+            kept.append(index)
+    return [loads[index] for index in kept]
+
+
+def _span(values: list[float], log: bool) -> tuple[float, float]:
+    """Lower and upper end of an axis that holds the values; a log axis spans a decade at least."""
+    shown = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
+    if not log:
+        return 0.0, 1.06 * max(shown) or 1.0
+    low, high = min(shown) / 1.3, max(shown) * 1.3
+    return low, max(high, 10 * low)
+
+
+def _scale(spans: dict[str, tuple[float, float]], log: bool) -> alt.Scale:
+    """A scale that fits the chosen tree and is the same in all panels."""
+    low = alt.ExprRef(f"{json.dumps({tree: span[0] for tree, span in spans.items()})}[tree]")
+    high = alt.ExprRef(f"{json.dumps({tree: span[1] for tree, span in spans.items()})}[tree]")
+    return alt.Scale(type="log" if log else "linear", domainMin=low, domainMax=high, nice=False)
+
+
+def _decades(spans: dict[str, tuple[float, float]]) -> list[float]:
+    """Ticks of a log axis: 1, 3, 10, 30, …"""
+    low = math.floor(math.log10(min(span[0] for span in spans.values())))
+    high = math.ceil(math.log10(max(span[1] for span in spans.values())))
+    return [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 3)]
+
+
+def _x_axis(title: str, **more: Any) -> alt.Axis:
+    options: dict[str, Any] = {"title": title, "grid": False, "labelAngle": 0, "titlePadding": 6, **more}
+    return alt.Axis(**options)
+
+
+def _y_axis(unit: str, log_spans: dict[str, tuple[float, float]] | None = None) -> alt.Axis:
+    """A y axis with its unit above it; `log_spans` are those of a log axis."""
+    ticks: dict[str, Any] = {"values": _decades(log_spans)} if log_spans else {"tickCount": 5}
+    return alt.Axis(
+        title=unit,
+        titleAngle=0,
+        titleAlign="left",
+        titleAnchor="end",
+        titleX=-34,
+        titleY=-10,
+        grid=True,
+        domain=False,
+        ticks=False,
+        format=",~f",
+        **ticks,
+    )
+
+
+def _finish(chart: Any, group: Group | None, height: int = PANEL_HEIGHT) -> dict[str, Any]:
+    """Add the page's parameters, sizes and style, and validate; the page adds the data."""
+    params = [
+        alt.param(name="tree", value=group.trees[0] if group else ""),
+        alt.param(name="budget", value=group.budgets[-1] if group else 0),
+        alt.param(name="hidden", value=[]),
+    ]
+    axis = alt.AxisConfig(
+        labelFontSize=11,
+        titleFontSize=11,
+        titleFontWeight="normal",
+        labelColor=INK,
+        titleColor=FAINT,
+        gridColor=GRID,
+        domainColor="#9aa1ab",
+        tickColor="#9aa1ab",
+    )
+    finished = (
+        chart.add_params(*params)
+        .properties(
+            width="container",
+            height=height,
+            background="white",
+            padding=4,
+            autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        )
+        .configure(font=FONT, axis=axis, view=alt.ViewConfig(stroke=None))
+    )
+    spec: dict[str, Any] = finished.to_dict()
+    spec.pop("$schema", None)
+    return spec
+
+
+def _some(loads: list[float], count: int = 3) -> list[float]:
+    """Up to three loads: the lowest, the middle one, the highest."""
+    if len(loads) <= count:
+        return loads
+    return [loads[0], loads[len(loads) // 2], loads[-1]]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

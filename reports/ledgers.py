@@ -1,0 +1,109 @@
+"""The memory ledgers of a run as rows for the chart and the table: one ledger per method, tree and memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lab.errors import UsageError
+from lab.units import GIB
+from reports.data import GROUP_FIELDS, Group, Run, sort_methods
+from reports.palette import ledger_line, ledger_order
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One ledger of run.json; `lines` are bytes, `blocks_per_request` is for a request of max_model_len tokens."""
+
+    state_method: str
+    tree: str
+    gpu_memory_utilization: float
+    lines: Mapping[str, int]
+    num_gpu_blocks: int
+    kv_cache_tokens: int
+    max_concurrency: float
+    blocks_per_request: float
+    block_size_tokens: int
+    bytes_per_block: int
+    gpu_blocks_source: str
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the block pool."""
+        return self.num_gpu_blocks * self.bytes_per_block
+
+    @property
+    def request_bytes(self) -> int:
+        """All that requests can hold: the pool and the method's own records."""
+        return self.pool_bytes + self.lines.get("method_scratch", 0)
+
+    @property
+    def label(self) -> str:
+        return f"{self.state_method}  {self.tree}"
+
+
+def group_ledgers(run: Run, group: Group) -> list[LedgerEntry]:
+    """The ledgers that belong to a group, by method, rows of the tree and budget.
+
+    An entry may name model, gpu and other fields of a group; then it belongs to groups that agree. Raises
+    `UsageError` when an entry lacks a field.
+    """
+    sample = group.cells[0]
+    mine = [
+        entry
+        for entry in run.entries("ledgers")
+        if all(entry.get(name, value) == value for name in GROUP_FIELDS for value in [getattr(sample, name)])
+    ]
+    found = [_entry(raw) for raw in mine]
+    methods = sort_methods({entry.state_method for entry in found})
+    trees = group.all_trees
+    return sorted(
+        found,
+        key=lambda e: (
+            methods.index(e.state_method),
+            trees.index(e.tree) if e.tree in trees else len(trees),
+            e.gpu_memory_utilization,
+        ),
+    )
+
+
+def ledger_rows(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
+    """Rows of the chart's data set: one per method, tree, budget and line that is not zero."""
+    lines = ledger_titles(entries)
+    return [
+        {
+            "configuration": entry.label,
+            "state_method": entry.state_method,
+            "tree": entry.tree,
+            "budget": entry.gpu_memory_utilization,
+            "line": title,
+            "order": order,
+            "gib": entry.lines[name] / GIB,
+        }
+        for entry in entries
+        for order, (name, (title, _)) in enumerate(lines.items())
+        if entry.lines.get(name)
+    ]
+
+
+def ledger_titles(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, str]]:
+    """Title and colour of every line that is not zero in some entry, in drawing order."""
+    names = ledger_order({name for entry in entries for name, nbytes in entry.lines.items() if nbytes})
+    return {name: ledger_line(name, number) for number, name in enumerate(names)}
+
+
+def pool_rows(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
+    """What requests can hold per tree and budget, the most of all methods, for the chart of peak memory."""
+    sizes: dict[tuple[str, float], int] = {}
+    for entry in entries:
+        key = entry.tree, entry.gpu_memory_utilization
+        sizes[key] = max(sizes.get(key, 0), entry.request_bytes)
+    return [{"tree": tree, "budget": budget, "pool_gib": size / GIB} for (tree, budget), size in sizes.items()]
+
+
+def _entry(raw: Mapping[str, Any]) -> LedgerEntry:
+    missing = [field.name for field in fields(LedgerEntry) if field.name not in raw]
+    if missing:
+        raise UsageError(f"run.json: an entry of 'ledgers' lacks {', '.join(missing)}")
+    return LedgerEntry(**{field.name: raw[field.name] for field in fields(LedgerEntry)})

@@ -1,0 +1,184 @@
+"""The serving engine and its client as SimPy processes.
+
+The engine runs a span of compiled steps (`simulator.step.advance`), then lets the simulated clock catch up; a span ends
+when the client must hand over more requests or a record buffer is full. The client hands over blocks of requests, each
+sent at its arrival time and at most `max_concurrency` in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from simulator.sampling import AcceptanceTables
+from simulator.scheduler import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
+from simulator.step import REQUEST, STEP, Records, advance
+from simulator.stepcost import CostTables
+from simulator.workload import RequestBlock
+
+#: Records kept in memory before they are handed to the sink.
+BUFFER_RECORDS = 1 << 15
+
+Sink = Callable[[str, Any], None]
+Process = Generator[simpy.Event, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the scheduler needs to know: limits in rows, requests and tokens, the pool in blocks, host time in µs."""
+
+    num_blocks: int
+    block_size_tokens: int
+    attention_groups: int
+    state_blocks: int
+    rows: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int = 0
+    chunked_prefill: bool = True
+    host_us_per_step: float = 0.0
+    host_us_per_prompt_step: float = 0.0
+    seed: int = 0
+
+
+class Engine:
+    """A continuous-batching engine; `sink(kind, array)` receives full buffers of `steps`, `requests` and `gaps_s`."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        config: EngineConfig,
+        cost: CostTables,
+        acceptance: AcceptanceTables,
+        sink: Sink,
+        buffer_records: int = BUFFER_RECORDS,
+    ) -> None:
+        self.env = env
+        self.config = config
+        self.client: Callable[[], bool] | None = None
+        self._cost = cost
+        self._acceptance = acceptance
+        self._sink = sink
+        settings = np.zeros(1, SETTINGS)
+        for field in set(SETTINGS.names or ()) & set(EngineConfig.__slots__):
+            settings[field] = getattr(config, field)
+        state = np.zeros(1, STATE)
+        state["free_blocks"] = config.num_blocks
+        self._queues = Queues(
+            settings,
+            state,
+            np.zeros(0, SLOT),
+            np.zeros(config.max_num_seqs, np.int32),
+            np.zeros(0, np.int32),
+            np.zeros(0, np.int32),
+            np.zeros(0, np.int32),
+        )
+        size = max(buffer_records, 2 * config.max_num_seqs)
+        self._records = Records(np.zeros(buffer_records, STEP), np.zeros(size, REQUEST), np.zeros(size))
+        self._grow(2 * config.max_num_seqs)
+        env.process(self._run())
+
+    @property
+    def state(self) -> Any:
+        """The engine's counters, one record of `simulator.scheduler.STATE`."""
+        return self._queues.state[0]
+
+    @property
+    def queues(self) -> Queues:
+        """Everything the scheduler holds: read it, do not change it."""
+        return self._queues
+
+    def offer(self, block: RequestBlock, first_id: int) -> None:
+        """Put requests, numbered from `first_id`, at the end of the client's backlog."""
+        count = len(block.prompt_tokens)
+        if int(self.state["num_free_slots"]) < count:
+            self._grow(max(count, len(self._queues.slots)))
+        queues, state = self._queues, self.state
+        left = int(state["num_free_slots"]) - count
+        chosen = queues.free_slots[left : left + count]
+        state["num_free_slots"] = left
+        slots = np.zeros(count, SLOT)
+        slots["request_id"] = np.arange(first_id, first_id + count)
+        slots["arrival_s"] = block.arrival_s
+        slots["scheduled_s"] = np.nan
+        slots["prompt_tokens"] = block.prompt_tokens
+        slots["output_tokens"] = block.output_tokens
+        queues.slots[chosen] = slots
+        tail = int(state["backlog_head"]) + int(state["num_backlog"])
+        queues.backlog[(tail + np.arange(count)) % len(queues.backlog)] = chosen
+        state["num_backlog"] += count
+
+    def flush(self) -> None:
+        """Hand all buffered records to the sink."""
+        state = self.state
+        for kind, counter in (
+            ("steps", "step_records"),
+            ("requests", "request_records"),
+            ("gaps_s", "gap_records"),
+        ):
+            count = int(state[counter])
+            if count:
+                self._sink(kind, getattr(self._records, kind)[:count])
+                state[counter] = 0
+
+    def _run(self) -> Process:
+        state = self.state
+        while True:
+            while self.client is not None and state["num_backlog"] < self.config.max_num_seqs:
+                if not self.client():
+                    self.client = None
+            state["backlog_low"] = self.config.max_num_seqs if self.client is not None else 0
+            if state["num_running"] + state["num_waiting"] + state["num_backlog"] == 0:
+                return
+            advance(self._queues, self._cost, self._acceptance, self._records)
+            self.flush()
+            yield self.env.timeout(max(float(state["now_s"]) - self.env.now, 0.0))
+
+    def _grow(self, by: int) -> None:
+        """Room for `by` more requests; the waiting ring is laid straight."""
+        queues, state = self._queues, self.state
+        old = len(queues.slots)
+        slots = np.zeros(old + by, SLOT)
+        slots[:old] = queues.slots
+        rings = {}
+        for name in ("backlog", "waiting"):
+            ring, length = np.zeros(old + by, np.int32), int(state[f"num_{name}"])
+            if length:
+                ring[:length] = getattr(queues, name)[(int(state[f"{name}_head"]) + np.arange(length)) % old]
+            state[f"{name}_head"] = 0
+            rings[name] = ring
+        free_slots = np.zeros(old + by, np.int32)
+        held = int(state["num_free_slots"])
+        free_slots[:held] = queues.free_slots[:held]
+        free_slots[held : held + by] = np.arange(old + by - 1, old - 1, -1)
+        state["num_free_slots"] = held + by
+        self._queues = queues._replace(slots=slots, free_slots=free_slots, **rings)
+
+
+class Client:
+    """Hands a workload to an engine, block by block; at most `max_concurrency` requests are in flight.
+
+    A request's `arrival_s` becomes the time it was sent: its arrival time, or when the cap let it. In a closed loop all
+    arrive at time 0 and the cap alone sets the pace.
+    """
+
+    def __init__(self, engine: Engine, blocks: Iterator[RequestBlock], max_concurrency: int | None) -> None:
+        self.num_offered = 0
+        self._engine = engine
+        self._blocks = blocks
+        engine.state["permits"] = UNBOUNDED if max_concurrency is None else max_concurrency
+        engine.client = self._offer_next
+
+    def _offer_next(self) -> bool:
+        """Offer one more block of requests; false when there is none."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        self._engine.offer(block, self.num_offered)
+        self.num_offered += len(block.prompt_tokens)
+        return True

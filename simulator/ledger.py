@@ -1,0 +1,225 @@
+"""The memory ledger: named lines that add up to a GPU's whole memory, and what the engine's log would say.
+
+Weights, drafter and runtime come first; what is left is the block pool of `simulator.memory`. The pool's lines are
+shown with the pool as full of requests of `max_model_len` as it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab.errors import InfeasibleError, UsageError
+from lab.methods import get_method
+from lab.methods.base import StateMethod
+from lab.profiles.system import load_system
+from lab.shapes import ModelShape, load_shape
+from lab.trees import DraftTree, parse_tree
+from lab.units import gib
+from simulator.memory import PoolLayout, kv_cache_tokens, max_concurrency, pool_layout, requested_bytes
+from simulator.scenario import EngineSettings, Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Memory of one rank: `lines` (name → bytes) add up to the GPU's memory, to the byte.
+
+    `gpu_blocks_source` is `estimated` (from the lines) or `override` (a measured block count was given). When no GPU
+    was named, the lines hold the pool alone.
+    """
+
+    layout: PoolLayout
+    num_gpu_blocks: int
+    gpu_blocks_source: str
+    max_model_len: int
+    max_viable_num_seqs: int
+    lines: dict[str, int]
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of one running request of `max_model_len` tokens."""
+        return self.layout.blocks_per_request(self.max_model_len)
+
+    @property
+    def max_concurrency(self) -> float:
+        return float(max_concurrency(self.num_gpu_blocks, self.blocks_per_request))
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return kv_cache_tokens(self.num_gpu_blocks, self.blocks_per_request, self.max_model_len)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can hold: block 0 is the null block."""
+        return self.num_gpu_blocks - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The fixed shape that other programs read (bytes, blocks, tokens)."""
+        return {
+            "block_size_tokens": self.layout.block_size_tokens,
+            "bytes_per_block": self.layout.bytes_per_block,
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "blocks_per_request": self.blocks_per_request,
+            "kv_cache_tokens": self.kv_cache_tokens,
+            "max_concurrency": self.max_concurrency,
+            "max_viable_num_seqs": self.max_viable_num_seqs,
+            "gpu_blocks_source": self.gpu_blocks_source,
+            "lines": self.lines,
+        }
+
+    def check_fits(self) -> None:
+        """Raise `InfeasibleError` unless one request of `max_model_len` fits beside the null block."""
+        if self.blocks_per_request > self.usable_blocks:
+            spare = self.usable_blocks - self.layout.state_blocks_per_request
+            tokens = spare // self.layout.attention_groups * self.layout.block_size_tokens
+            remedy = (
+                f"the largest max_model_len that fits is {tokens}"
+                if tokens > 0
+                else "no length fits: raise gpu_memory_utilization or tensor_parallel_size, or use a narrower tree"
+            )
+            raise InfeasibleError(
+                f"max_model_len {self.max_model_len} needs {self.blocks_per_request} blocks per request but the pool "
+                f"has {max(self.usable_blocks, 0)} usable; {remedy}"
+            )
+
+    def check_num_seqs(self, max_num_seqs: int) -> None:
+        """Raise the engine's own refusal, with the number that works."""
+        if max_num_seqs > self.num_gpu_blocks:
+            raise InfeasibleError(
+                f"max_num_seqs ({max_num_seqs}) exceeds available Mamba cache blocks ({self.num_gpu_blocks}); "
+                f"the largest viable max_num_seqs is {self.max_viable_num_seqs}"
+            )
+
+
+def kv_dtype(engine: EngineSettings) -> str:
+    """Storage type of the KV cache (`auto` is bf16)."""
+    return "bfloat16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+
+
+def state_dtype(engine: EngineSettings, shape: ModelShape) -> str:
+    """Storage type of the recurrent state (`auto` is the checkpoint's)."""
+    return shape.mamba_ssm_dtype if engine.mamba_ssm_cache_dtype == "auto" else engine.mamba_ssm_cache_dtype
+
+
+def build_ledger(
+    shape: ModelShape,
+    gpu: str | None,
+    tp: int,
+    engine: EngineSettings,
+    method: StateMethod,
+    tree: DraftTree,
+) -> Ledger:
+    """Ledger of one rank.
+
+    The pool's size comes, in this order, from `num_gpu_blocks_override`, from `kv_cache_memory_bytes`, or from the
+    GPU's memory less everything else (then `gpu` must be named). Raises `UsageError` when nothing is left for the pool.
+    """
+    layout = pool_layout(
+        shape,
+        tp,
+        kv_dtype(engine),
+        state_dtype(engine, shape),
+        method,
+        tree,
+        prefix_caching=engine.enable_prefix_caching,
+    )
+    before = {} if gpu is None else _lines_before_pool(shape, gpu, tp, engine, tree)
+    total = 0 if gpu is None else load_system(gpu).memory_capacity_bytes
+    scratch = engine.max_num_seqs * layout.scratch_bytes_per_request
+    available = engine.kv_cache_memory_bytes
+    if available is None and gpu is not None:
+        available = total - sum(before.values())
+    if engine.num_gpu_blocks_override is not None:
+        blocks, source = engine.num_gpu_blocks_override, "override"
+    elif available is None:
+        raise UsageError(
+            "the pool's size is unknown: name a gpu, or give num_gpu_blocks_override or kv_cache_memory_bytes"
+        )
+    else:
+        blocks, source = (available - scratch) // layout.bytes_per_block, "estimated"
+        if blocks < 2:
+            raise InfeasibleError(_no_room(shape, gpu, tp, engine, available, scratch))
+    viable = blocks
+    if source == "estimated" and available is not None:
+        viable = max(available // (layout.bytes_per_block + layout.scratch_bytes_per_request), 0)
+    lines = before | _pool_lines(layout, blocks, engine.max_model_len) | {"method_scratch": scratch}
+    slack = (total or available or sum(lines.values())) - sum(lines.values())
+    if gpu is not None and (source == "override" or engine.kv_cache_memory_bytes is not None):
+        lines["runtime_and_activations"] += slack  # the pool is given: the estimate of the rest gives way
+        slack = 0
+        if lines["runtime_and_activations"] < 0:
+            raise UsageError(
+                f"the given pool and {gib(before['weights'])} of weights need "
+                f"{gib(-lines['runtime_and_activations'])} more than gpu_memory_utilization "
+                f"{engine.gpu_memory_utilization} of {gpu} ({gib(total)}) allows; give fewer blocks or bytes"
+            )
+    lines["pool_remainder"] = slack
+    return Ledger(layout, blocks, source, engine.max_model_len, viable, lines)
+
+
+def scenario_ledger(scenario: Scenario) -> Ledger:
+    """Ledger of a scenario, checked the way the engine checks at start-up."""
+    ledger = build_ledger(
+        load_shape(scenario.model),
+        scenario.gpu,
+        scenario.tensor_parallel_size,
+        scenario.engine,
+        get_method(scenario.speculation.state_method),
+        scenario_tree(scenario),
+    )
+    ledger.check_num_seqs(scenario.engine.max_num_seqs)
+    ledger.check_fits()
+    return ledger
+
+
+def scenario_tree(scenario: Scenario) -> DraftTree:
+    """The draft tree of a scenario; methods that decode one row per step draft nothing."""
+    if get_method(scenario.speculation.state_method).topology == "decode":
+        return DraftTree.chain(0)
+    return parse_tree(scenario.speculation.tree)
+
+
+def _lines_before_pool(shape: ModelShape, gpu: str, tp: int, engine: EngineSettings, tree: DraftTree) -> dict[str, int]:
+    system = load_system(gpu)
+    total = system.memory_capacity_bytes
+    return {
+        "outside_gpu_memory_utilization": total - requested_bytes(total, engine.gpu_memory_utilization),
+        "weights": shape.weight_bytes(engine.weight_dtype, tp),
+        "drafter_weights": shape.mtp_weight_bytes(engine.weight_dtype, tp) if tree.num_drafts else 0,
+        "runtime_and_activations": system.other_memory_bytes,
+        "collectives": system.nccl_memory_bytes(tp) if tp > 1 else 0,
+    }
+
+
+def _pool_lines(layout: PoolLayout, blocks: int, max_model_len: int) -> dict[str, int]:
+    """What the pool's blocks hold when it is as full of requests of `max_model_len` as it gets."""
+    attention_blocks = layout.attention_blocks(max_model_len)
+    requests = max(blocks - 1, 0) // layout.blocks_per_request(max_model_len)
+    page, linear = layout.page_bytes_layer, layout.linear_layers
+    attention = requests * attention_blocks // layout.attention_groups * page
+    states = requests * linear
+    lines = {
+        "attention_kv": attention * (layout.attention_layers - layout.drafter_layers),
+        "drafter_kv": attention * layout.drafter_layers,
+        "recurrent_state": states * layout.state_bytes_layer,
+        "speculative_states": states * (layout.states_per_group - 1) * layout.state_bytes_layer,
+        "prefix_cache_states": states
+        * (layout.state_blocks_per_group - layout.states_per_group)
+        * layout.state_bytes_layer,
+        "convolution_rows": states * layout.state_blocks_per_group * layout.conv_bytes_layer,
+    }
+    held = requests * layout.blocks_per_request(max_model_len) * layout.bytes_per_block
+    lines["padding"] = held - sum(lines.values())
+    lines["free_blocks"] = blocks * layout.bytes_per_block - held
+    return lines
+
+
+def _no_room(shape: ModelShape, gpu: str | None, tp: int, engine: EngineSettings, available: int, scratch: int) -> str:
+    where = f"on {gpu} at gpu_memory_utilization {engine.gpu_memory_utilization}" if gpu else "in kv_cache_memory_bytes"
+    need = f"{gib(max(available, 0))} is left for the pool"
+    if scratch:
+        need += f" and max_num_seqs {engine.max_num_seqs} reserves {gib(scratch)} of it for the method's records"
+    return (
+        f"{shape.name} ({engine.weight_dtype} weights) with tensor_parallel_size {tp} does not fit {where}: {need}; "
+        "raise gpu_memory_utilization or tensor_parallel_size, lower max_num_seqs, or use fp8 weights"
+    )

@@ -1,0 +1,227 @@
+"""One cell: a scenario of plain values in, one summary row and its records out.
+
+`check` finds what can be found before time starts to run; `simulate` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import simpy
+
+from lab.acceptance import AcceptanceModel, acceptance_from
+from lab.errors import InfeasibleError, UsageError
+from lab.methods import get_method
+from lab.methods.base import StateMethod
+from lab.shapes import ModelShape, load_shape
+from lab.trees import DraftTree
+from lab.units import GIB
+from simulator.engine import Client, Engine, EngineConfig
+from simulator.ledger import Ledger, kv_dtype, scenario_ledger, scenario_tree, state_dtype
+from simulator.metrics import gap_metrics, request_metrics
+from simulator.records import PartWriter
+from simulator.sampling import build_tables
+from simulator.scenario import Scenario
+from simulator.stepcost import StepCost, build_step_cost
+from simulator.workload import RequestBlock, length_limits, request_blocks
+
+#: A run is memory bound when the queue's head lacked blocks in more than this share of its steps, or on preemption.
+MEMORY_BOUND_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCell:
+    """A scenario that can run: its parts by name, its ledger and its acceptance."""
+
+    scenario: Scenario
+    shape: ModelShape
+    method: StateMethod
+    tree: DraftTree
+    ledger: Ledger
+    acceptance: AcceptanceModel
+    acceptance_length: float
+
+    @property
+    def tree_name(self) -> str:
+        """How tables call the tree: the scenario's text, or `none` when nothing is drafted."""
+        return self.scenario.speculation.tree if self.tree.num_drafts else "none"
+
+
+def check(scenario: Scenario) -> CheckedCell:
+    """Check a scenario without building its tables.
+
+    Raises `UsageError` for impossible values and `InfeasibleError` for combinations that cannot run.
+    """
+    if scenario.engine.enable_prefix_caching:
+        raise UsageError(
+            "engine.enable_prefix_caching = true: the ledger prices it, the simulator does not model it yet; set false"
+        )
+    tree = scenario_tree(scenario)
+    ledger = scenario_ledger(scenario)
+    _check_workload(scenario, tree)
+    settings = scenario.speculation.acceptance
+    acceptance = acceptance_from(
+        preset=settings.preset,
+        per_depth=settings.per_depth,
+        rank_rescue=settings.rank_rescue,
+        concentration=settings.concentration,
+    )
+    return CheckedCell(
+        scenario,
+        load_shape(scenario.model),
+        get_method(scenario.speculation.state_method),
+        tree,
+        ledger,
+        acceptance,
+        acceptance.served_acceptance_length(tree),
+    )
+
+
+def step_cost(cell: CheckedCell) -> StepCost:
+    """The cell's cost tables; raises `UsageError` when no operator table covers the model."""
+    scenario = cell.scenario
+    return build_step_cost(
+        cell.shape,
+        scenario.gpu,
+        scenario.tensor_parallel_size,
+        scenario.engine,
+        cell.method,
+        cell.tree,
+        rows_committed=cell.acceptance_length,
+    )
+
+
+def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]:
+    """Run a cell, leave its records as parts in `folder`, return its row of `summary.csv` (without the cell number)."""
+    writer = PartWriter(folder)
+    engine = run_engine(cell, costs, request_blocks(cell.scenario.workload, cell.scenario.seed), writer)
+    state = engine.state
+    requests = request_metrics(writer.parts("requests"))
+    later_tokens = int(requests["total_output_tokens"]) - int(requests["completed"])
+    gaps = gap_metrics(writer.parts("steps"), writer.parts("gaps_s"), later_tokens)
+    layout, blocks = cell.ledger.layout, cell.ledger.usable_blocks
+    steps, rounds, busy_s = int(state["num_steps"]), int(state["verify_rounds"]), float(state["busy_s"])
+    peak_running, peak_blocks = int(state["peak_running"]), int(state["peak_blocks"])
+    held_bytes = peak_blocks * layout.bytes_per_block + peak_running * layout.scratch_bytes_per_request
+    blocked = state["blocked_steps"] > MEMORY_BOUND_SHARE * steps
+    return {
+        **_identity(cell),
+        "completed": requests["completed"],
+        "rejected": 0,
+        **_totals(requests),
+        **{name: value for name, value in requests.items() if name.endswith(("ttft_ms", "tpot_ms"))},
+        **gaps,
+        **{name: value for name, value in requests.items() if name.endswith("e2el_ms")},
+        **{name: value for name, value in requests.items() if name in ("mean_queue_ms", "p99_queue_ms")},
+        "acceptance_length": 1 + int(state["accepted_drafts"]) / rounds if rounds else 1.0,
+        "num_steps": steps,
+        "mean_step_ms": busy_s / steps * 1e3 if steps else float("nan"),
+        "peak_running": peak_running,
+        "mean_running": float(state["running_integral"]) / busy_s if steps else 0.0,
+        "peak_waiting": int(state["peak_waiting"]),
+        "num_gpu_blocks": cell.ledger.num_gpu_blocks,
+        "kv_cache_tokens": cell.ledger.kv_cache_tokens,
+        "blocks_per_request": cell.ledger.blocks_per_request,
+        "peak_kv_usage": peak_blocks / blocks,
+        "peak_kv_gib": held_bytes / GIB,
+        "mean_kv_usage": float(state["blocks_integral"]) / busy_s / blocks if steps else 0.0,
+        "num_preemptions": int(state["num_preemptions"]),
+        "memory_bound": bool(blocked or state["num_preemptions"] > 0),
+        "modelled": any(source.startswith("modelled") for source in costs.sources.values()),
+        "extrapolated": bool(state["extrapolated_steps"] > 0),
+        "extrapolated_steps": int(state["extrapolated_steps"]) / steps if steps else 0.0,
+    }
+
+
+def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock], sink: Any) -> Engine:
+    """Simulate a workload to its end; records go to `sink`. Returns the idle engine with its counters."""
+    workload, settings, host = cell.scenario.workload, cell.scenario.engine, cell.scenario.host
+    layout = cell.ledger.layout
+    env = simpy.Environment()
+    engine = Engine(
+        env,
+        EngineConfig(
+            num_blocks=cell.ledger.usable_blocks,
+            block_size_tokens=layout.block_size_tokens,
+            attention_groups=layout.attention_groups,
+            state_blocks=layout.state_blocks_per_request,
+            rows=cell.tree.num_rows,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=settings.max_model_len,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            chunked_prefill=settings.enable_chunked_prefill,
+            host_us_per_step=host.ms_per_step * 1e3,
+            host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
+            seed=cell.scenario.seed,
+        ),
+        costs.tables,
+        build_tables(cell.acceptance, cell.tree),
+        sink,
+    )
+    Client(engine, blocks, workload.max_concurrency)
+    env.run()
+    return engine
+
+
+def _totals(requests: dict[str, float]) -> dict[str, float]:
+    """Totals and rates of a run, in the order of `summary.csv`."""
+    names = (
+        "duration_s",
+        "total_input_tokens",
+        "total_output_tokens",
+        "request_throughput",
+        "output_throughput",
+        "total_token_throughput",
+    )
+    return {name: requests[name] for name in names}
+
+
+def _check_workload(scenario: Scenario, tree: DraftTree) -> None:
+    """Every request must fit `max_model_len`, and every prompt a step when prompts are not cut into chunks."""
+    engine = scenario.engine
+    longest_prompt, longest_total = length_limits(scenario.workload)
+    if longest_total > engine.max_model_len:
+        raise UsageError(
+            f"engine.max_model_len = {engine.max_model_len}: the longest request of the workload has {longest_total} "
+            f"tokens (prompt and output); raise max_model_len to at least {longest_total} or use another workload"
+        )
+    if not engine.enable_chunked_prefill and longest_prompt > engine.max_num_batched_tokens:
+        raise UsageError(
+            f"engine.max_num_batched_tokens = {engine.max_num_batched_tokens}: without chunked prefill it must hold "
+            f"the longest prompt, {longest_prompt} tokens"
+        )
+    if engine.max_num_batched_tokens < tree.num_rows:
+        raise InfeasibleError(
+            f"engine.max_num_batched_tokens = {engine.max_num_batched_tokens} is below the {tree.num_rows} rows of "
+            f"tree {scenario.speculation.tree}; it must be at least that"
+        )
+
+
+def _identity(cell: CheckedCell) -> dict[str, Any]:
+    scenario, engine, workload = cell.scenario, cell.scenario.engine, cell.scenario.workload
+    return {
+        "model": cell.shape.name,
+        "gpu": scenario.gpu,
+        "tensor_parallel_size": scenario.tensor_parallel_size,
+        "weight_dtype": engine.weight_dtype,
+        "kv_cache_dtype": kv_dtype(engine),
+        "state_dtype": state_dtype(engine, cell.shape),
+        "state_method": cell.method.name,
+        "tree": cell.tree_name,
+        "num_rows": cell.tree.num_rows,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "workload": workload.trace or workload.lengths,
+        "arrivals": workload.arrivals,
+        "request_rate": workload.request_rate,
+        "burstiness": workload.burstiness,
+        "max_concurrency": workload.max_concurrency,
+        "num_requests": workload.num_requests,
+        "seed": scenario.seed,
+    }

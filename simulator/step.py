@@ -1,0 +1,231 @@
+"""One engine step after another, compiled: schedule, price, sample acceptances, emit tokens, finish requests.
+
+`advance` runs steps until the work is done, the client's backlog runs low, or a record buffer is full. The caller owns
+the clock of the rest of the world.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simulator.jit import njit
+from simulator.sampling import AcceptanceTables, sample_accepted
+from simulator.scheduler import Queues, is_decoding, num_tokens, release_blocks, schedule
+from simulator.stepcost import CostTables, attention_us, prefill_us
+
+#: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
+STEP = np.dtype(
+    [
+        ("start_s", "f8"),
+        ("duration_us", "f8"),
+        ("rows_us", "f4"),
+        ("head_us", "f4"),
+        ("state_us", "f4"),
+        ("attention_us", "f4"),
+        ("prefill_us", "f4"),
+        ("draft_us", "f4"),
+        ("host_us", "f4"),
+        ("running", "i4"),
+        ("waiting", "i4"),
+        ("decoding", "i4"),
+        ("prefill_tokens", "i4"),
+        ("emitted_tokens", "i4"),
+        ("regular_gaps", "i4"),
+        ("used_blocks", "i4"),
+        ("preempted", "i4"),
+        ("extrapolated", "i4"),
+    ],
+    align=True,
+)
+
+#: One finished request.
+REQUEST = np.dtype(
+    [
+        ("request_id", "i8"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("arrival_s", "f8"),
+        ("scheduled_s", "f8"),
+        ("first_token_s", "f8"),
+        ("last_token_s", "f8"),
+        ("num_preemptions", "i4"),
+        ("num_steps", "i4"),
+        ("accepted_tokens", "i4"),
+    ],
+    align=True,
+)
+
+
+class Records(NamedTuple):
+    """Buffers that `advance` fills; the state's counters say how far."""
+
+    steps: Any  # [n] STEP
+    requests: Any  # [n] REQUEST
+    gaps_s: Any  # [n] float64: inter-token gaps that are not the length of one step
+
+
+@njit()
+def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, records: Records) -> None:
+    """Run engine steps while there is work, the buffers have room and the backlog lasts."""
+    state = queues.state[0]
+    room = queues.settings[0].max_num_seqs
+    while state.num_running + state.num_waiting + state.num_backlog > 0 and state.num_backlog >= state.backlog_low:
+        if (
+            state.step_records == len(records.steps)
+            or state.request_records + room > len(records.requests)
+            or state.gap_records + room > len(records.gaps_s)
+        ):
+            return
+        if state.num_running + state.num_waiting == 0:  # idle until the next arrival
+            next_arrival_s = queues.slots[queues.backlog[state.backlog_head]].arrival_s
+            state.now_s = max(state.now_s, next_arrival_s)
+        schedule(queues)
+        step = records.steps[state.step_records]
+        _price(queues, cost, step)
+        state.now_s = step.start_s + step.duration_us * 1e-6
+        _emit(queues, acceptance, records, step)
+        _count(state, step)
+
+
+@njit()
+def _price(queues: Queues, cost: CostTables, step: Any) -> None:
+    """Fill in what the step does and how long each term takes."""
+    settings, state = queues.settings[0], queues.state[0]
+    rows = logit_rows = decoding = context = prefill_tokens = 0
+    prefill_attention = prefill_state = 0.0
+    extrapolated = False
+    for turn in range(state.num_running):
+        slot = queues.slots[queues.running[turn]]
+        if slot.scheduled == 0:
+            continue
+        rows += slot.scheduled
+        if is_decoding(slot):
+            decoding += 1
+            context += slot.computed
+            logit_rows += slot.scheduled
+        else:
+            attention, recurrence, outside = prefill_us(cost, slot.computed, slot.scheduled)
+            prefill_attention += attention
+            prefill_state += recurrence
+            extrapolated |= outside
+            prefill_tokens += slot.scheduled
+            if slot.computed + slot.scheduled == num_tokens(slot):
+                logit_rows += 1
+    step.start_s = state.now_s
+    step.rows_us = cost.rows_us[rows]
+    step.head_us = cost.head_us[logit_rows]
+    step.state_us = cost.state_us[decoding] + prefill_state
+    step.prefill_us = prefill_attention
+    step.draft_us = cost.draft_us[decoding]
+    step.attention_us = 0.0
+    if decoding > 0:
+        attention, outside = attention_us(cost, decoding, context / decoding)
+        step.attention_us = attention
+        extrapolated |= outside
+    extrapolated |= rows > cost.limits[0] or decoding > cost.limits[2]
+    step.host_us = settings.host_us_per_step + (settings.host_us_per_prompt_step if prefill_tokens > 0 else 0.0)
+    step.duration_us = (
+        cost.rows_us[rows]
+        + cost.head_us[logit_rows]
+        + cost.state_us[decoding]
+        + prefill_state
+        + prefill_attention
+        + cost.draft_us[decoding]
+        + step.attention_us
+        + step.host_us
+    )
+    step.running = state.num_running
+    step.waiting = state.num_waiting
+    step.decoding = decoding
+    step.prefill_tokens = prefill_tokens
+    step.preempted = state.preempted_in_step
+    step.extrapolated = extrapolated
+
+
+@njit()
+def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: Any) -> None:
+    """Give every scheduled request its tokens and drop the finished ones."""
+    settings, state = queues.settings[0], queues.state[0]
+    kept = regular = emitted_in_step = 0
+    used = 0
+    for turn in range(state.num_running):
+        index = queues.running[turn]
+        slot = queues.slots[index]
+        used += slot.blocks
+        emitted = 0
+        if slot.scheduled > 0:
+            if is_decoding(slot):
+                accepted = sample_accepted(acceptance, settings.seed, slot.request_id, slot.rounds)
+                accepted = min(accepted, slot.scheduled - 1)
+                emitted = min(accepted + 1, slot.output_tokens - slot.emitted)
+                slot.rounds += 1
+                slot.accepted += emitted - 1
+                slot.computed += emitted
+                state.verify_rounds += 1
+                state.accepted_drafts += accepted
+            else:
+                slot.computed += slot.scheduled
+                emitted = 1 if slot.computed == num_tokens(slot) else 0
+            slot.scheduled = 0
+        if emitted > 0:
+            if slot.emitted == 0:
+                slot.first_token_s = state.now_s
+            elif slot.last_token_s == step.start_s:
+                regular += 1
+            else:
+                records.gaps_s[state.gap_records] = state.now_s - slot.last_token_s
+                state.gap_records += 1
+            slot.last_token_s = state.now_s
+            slot.emitted += emitted
+            emitted_in_step += emitted
+            if slot.emitted == slot.output_tokens:
+                _finish(queues, records, index)
+                continue
+        queues.running[kept] = index
+        kept += 1
+    state.num_running = kept
+    step.used_blocks = used
+    step.regular_gaps = regular
+    step.emitted_tokens = emitted_in_step
+
+
+@njit()
+def _finish(queues: Queues, records: Records, index: Any) -> None:
+    """Record a finished request, return its blocks and free its slot."""
+    state = queues.state[0]
+    slot = queues.slots[index]
+    record = records.requests[state.request_records]
+    record.request_id = slot.request_id
+    record.prompt_tokens = slot.prompt_tokens
+    record.output_tokens = slot.output_tokens
+    record.arrival_s = slot.arrival_s
+    record.scheduled_s = slot.scheduled_s
+    record.first_token_s = slot.first_token_s
+    record.last_token_s = slot.last_token_s
+    record.num_preemptions = slot.num_preemptions
+    record.num_steps = slot.rounds
+    record.accepted_tokens = slot.accepted
+    state.request_records += 1
+    state.num_finished += 1
+    state.freed_permits += 1
+    release_blocks(queues, slot)
+    queues.free_slots[state.num_free_slots] = index
+    state.num_free_slots += 1
+
+
+@njit()
+def _count(state: Any, step: Any) -> None:
+    """Add the step to the run's counters, peaks and time integrals."""
+    seconds = step.duration_us * 1e-6
+    state.num_steps += 1
+    state.step_records += 1
+    state.busy_s += seconds
+    state.emitted_tokens += step.emitted_tokens
+    state.extrapolated_steps += step.extrapolated
+    state.running_integral += step.running * seconds
+    state.blocks_integral += step.used_blocks * seconds
+    state.peak_running = max(state.peak_running, step.running)
+    state.peak_waiting = max(state.peak_waiting, step.waiting)
+    state.peak_blocks = max(state.peak_blocks, step.used_blocks)

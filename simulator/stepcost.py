@@ -1,0 +1,261 @@
+"""Cost of one engine step: arrays that the step loop looks up, built from the operator tables.
+
+`build_step_cost` composes, for one model, GPU type, tensor-parallel size, state method and draft tree, the
+time of every part of a step as an array over the number that the part depends on. The sum of the parts is GPU
+time: host time is not in it. `step_breakdown` evaluates one step part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lab.errors import UsageError
+from lab.methods import LayerHeads, StateMethod
+from lab.profiles.grids import Floats
+from lab.profiles.operators import MOE_ESTIMATED, OperatorTables, UncoveredShapeError, load_tables
+from lab.shapes import ModelShape
+from lab.trees import DraftTree
+from simulator.attentioncost import decode_attention_cost, prefill_attention_cost
+from simulator.draftcost import DRAFT_KV_LEN, draft_cost
+from simulator.jit import njit
+from simulator.rowcost import IndexedCost, head_cost, row_cost
+from simulator.scenario import EngineSettings
+from simulator.statecost import GdnKernels, prefill_state_cost, state_cost
+
+DEFAULT_ROUTING = "power_law_1.2"
+
+
+class CostTables(NamedTuple):
+    """Microseconds for the whole model on one rank; every array is float64 and C-contiguous.
+
+    `rows_us[R]`: all that sees only the R rows of a step. `head_us[L]`: output head at L rows that need
+    logits. `state_us[n]`: states and convolution of n decoding requests. `draft_us[n]`: drafting for n
+    requests. `attn_us[i, j]`: attention of `attn_batch[i]` decoding requests with `attn_len[j]` tokens of
+    context each before the step; `attn_measured` is 0.0 where it was extrapolated. `prefill_attn_us[p]`:
+    attention of a prompt of p tokens from scratch. `prefill_state_us[s]`: states and convolution of a chunk
+    of s prompt tokens. `limits`: the largest rows, prompt length, decoding requests and chunk inside the
+    measured points.
+    """
+
+    rows_us: Floats
+    head_us: Floats
+    state_us: Floats
+    draft_us: Floats
+    attn_batch: Floats
+    attn_len: Floats
+    attn_us: Floats
+    attn_measured: Floats
+    prefill_attn_us: Floats
+    prefill_state_us: Floats
+    limits: Floats
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Tables of one cell and where they come from.
+
+    `sources` maps a term to `measured: …`, `modelled: …` or `extrapolated: …` with a short reason. `num_rows`
+    is the rows that one decoding request adds to a step.
+    """
+
+    tables: CostTables
+    sources: dict[str, str]
+    gpu: str
+    num_rows: int
+
+
+def build_step_cost(
+    shape: ModelShape,
+    gpu: str,
+    tp: int,
+    engine: EngineSettings,
+    method: StateMethod,
+    tree: DraftTree,
+    rows_committed: float,
+    routing: str = DEFAULT_ROUTING,
+) -> StepCost:
+    """Step costs of one cell; `rows_committed` is the mean number of rows that a step commits.
+
+    Raises `UsageError` naming model, size and what is covered when the operator tables hold no such shape.
+    """
+    shape.check_tensor_parallel(tp)
+    method.check_tree(tree)
+    tables = load_tables(gpu)
+    try:
+        kernels = GdnKernels.of(shape, tables, tp)
+        state_dtype = shape.mamba_ssm_dtype if engine.mamba_ssm_cache_dtype == "auto" else engine.mamba_ssm_cache_dtype
+        heads = LayerHeads.of(shape, state_dtype, tp)
+        kv_dtype = "fp8" if engine.kv_cache_dtype == "fp8" else "bf16"
+        logit_rows = engine.max_num_seqs * tree.num_rows
+        max_rows = max(engine.max_num_batched_tokens, logit_rows)
+        rows = row_cost(shape, tables.gpu, tp, engine.weight_dtype, routing, max_rows)
+        head = head_cost(shape, tables.gpu, tp, logit_rows)
+        state = state_cost(shape, kernels, heads, method, tree, rows_committed, engine.max_num_seqs)
+        draft = draft_cost(
+            shape,
+            tables.gpu,
+            tp,
+            engine.weight_dtype,
+            kv_dtype,
+            routing,
+            tree.width_by_depth,
+            engine.max_num_seqs,
+        )
+        attention = decode_attention_cost(shape, tables.gpu, tp, kv_dtype, tree.num_rows)
+        prefill = prefill_attention_cost(shape, tables.gpu, tp, kv_dtype, engine.max_model_len)
+        chunk = prefill_state_cost(shape, kernels, engine.max_num_batched_tokens)
+    except UncoveredShapeError as error:
+        raise UsageError(
+            f"model {shape.name} at tensor_parallel_size {tp} is not covered by the operator tables of "
+            f"{tables.gpu}: {error}"
+        ) from error
+    limits = (rows.measured, prefill.measured, state.measured, chunk.measured)
+    return StepCost(
+        CostTables(
+            rows_us=rows.latency_us.copy(),
+            head_us=head.latency_us.copy(),
+            state_us=state.latency_us,
+            draft_us=draft.latency_us.copy(),
+            attn_batch=attention.batches.copy(),
+            attn_len=attention.contexts.copy(),
+            attn_us=attention.latency_us.copy(),
+            attn_measured=attention.measured.copy(),
+            prefill_attn_us=prefill.latency_us.copy(),
+            prefill_state_us=chunk.latency_us,
+            limits=np.array(limits, dtype=np.float64),
+        ),
+        _sources(shape, tables, engine, method, tree, heads, kernels, draft),
+        tables.gpu,
+        tree.num_rows,
+    )
+
+
+def _sources(
+    shape: ModelShape,
+    tables: OperatorTables,
+    engine: EngineSettings,
+    method: StateMethod,
+    tree: DraftTree,
+    heads: LayerHeads,
+    kernels: GdnKernels,
+    drafting: IndexedCost,
+) -> dict[str, str]:
+    """For each term of a step: measured or modelled, and how."""
+    rows = "measured: matrix products, experts and all-reduce by operator tables; element-wise kernels by bytes"
+    if (experts := _experts(shape)) in MOE_ESTIMATED:
+        like = "/".join(map(str, MOE_ESTIMATED[experts]))
+        rows = f"modelled: experts estimated from {like} (hidden/width/top-k/experts); the rest measured"
+    elif shape.is_moe and engine.weight_dtype == "fp8_tensor" and tables.gpu != "b200":
+        rows += "; fp8_tensor experts are slower than bf16 ones on this GPU and do not stand for fp8_block128"
+    stand_in = f"; heads {kernels.key_heads}/{kernels.value_heads} stand in, scaled by bytes"
+    state = f"modelled: bytes of the phases of {method.name} on the curve of the measured recurrence"
+    if method.name == "recurrent" and heads.state_dtype == "float32":
+        state = "measured: single-token recurrence and convolution"
+    verified = "measured: decode kernel"
+    if tree.num_rows > 1:
+        verified = "modelled: larger of the decode kernel and the share of a whole prompt; no tree mask"
+    if engine.kv_cache_dtype == "fp8" and tables.gpu != "b200":
+        verified += "; the rows for an 8-bit cache are slower than the bf16 ones on this GPU"
+    if tree.num_drafts == 0:
+        draft = "measured: no drafts"
+    elif shape.mtp_num_hidden_layers == 0:
+        draft = "modelled: the model names no drafting layer; one layer of its own widths is charged"
+    else:
+        draft = f"modelled: one pass per depth of the drafting layer at {DRAFT_KV_LEN} tokens of context"
+    if drafting.measured < engine.max_num_seqs:
+        draft += f"; extrapolated above {drafting.measured} requests"
+    chunk = "measured: chunked recurrence and convolution, one prompt at a time"
+    if not kernels.exact:
+        state = state.replace("measured:", "modelled:") + stand_in
+        chunk = chunk.replace("measured:", "modelled:") + stand_in
+    return {
+        "rows": rows,
+        "head": "measured: output head; wider than 65,536 columns in proportion",
+        "state": state,
+        "attention": verified,
+        "prefill_attention": "measured: whole prompts; a chunk takes its share",
+        "prefill_state": chunk,
+        "draft": draft,
+    }
+
+
+def _experts(shape: ModelShape) -> tuple[int, int, int, int]:
+    return (shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok, shape.num_experts)
+
+
+@njit()
+def attention_us(tables: CostTables, requests: float, mean_context: float) -> tuple[float, bool]:
+    """Attention of the decoding requests, and whether it is extrapolated; bilinear, the rate held outside."""
+    if requests <= 0:
+        return 0.0, False
+    batches, lengths = tables.attn_batch, tables.attn_len
+    batch = min(max(float(requests), batches[0]), batches[-1])
+    length = min(max(float(mean_context), lengths[0]), lengths[-1])
+    i = min(max(np.searchsorted(batches, batch, side="right") - 1, 0), len(batches) - 2)
+    j = min(max(np.searchsorted(lengths, length, side="right") - 1, 0), len(lengths) - 2)
+    u = (batch - batches[i]) / (batches[i + 1] - batches[i])
+    v = (length - lengths[j]) / (lengths[j + 1] - lengths[j])
+    time, known = 0.0, 0.0
+    for row in range(2):
+        for column in range(2):
+            weight = (u if row else 1.0 - u) * (v if column else 1.0 - v)
+            time += weight * tables.attn_us[i + row, j + column]
+            known += weight * tables.attn_measured[i + row, j + column]
+    time *= max(requests / batches[-1], 1.0) * max(mean_context / lengths[-1], 1.0)
+    outside = requests > batches[-1] or mean_context > lengths[-1]
+    return time, outside or known < 1.0 - 1e-9
+
+
+@njit()
+def prefill_us(tables: CostTables, done: int, chunk: int) -> tuple[float, float, bool]:
+    """Attention and state time of a prompt chunk after `done` tokens, and whether either is extrapolated."""
+    if chunk <= 0:
+        return 0.0, 0.0, False
+    end = done + chunk
+    share = 1.0 - (done / end) ** 2
+    longest = len(tables.prefill_attn_us) - 1
+    attention = tables.prefill_attn_us[min(end, longest)] * max(end / longest, 1.0) ** 2 * share
+    largest = len(tables.prefill_state_us) - 1
+    state = tables.prefill_state_us[min(chunk, largest)] * max(chunk / largest, 1.0)
+    return attention, state, end > tables.limits[1] or chunk > tables.limits[3]
+
+
+def step_breakdown(
+    cost: StepCost,
+    decode_requests: int = 0,
+    mean_context: float = 0.0,
+    prefill: Sequence[tuple[int, int]] = (),
+    finishing_prompts: int | None = None,
+) -> dict[str, float]:
+    """Microseconds of one step: rows, head, state, attention, prefill_attention, prefill_state, draft.
+
+    `prefill` lists (tokens done, tokens in this step) of every prompt; `finishing_prompts` of them need
+    logits (all by default). The step's GPU time is the sum. Raises `UsageError` when the step is larger than
+    the tables.
+    """
+    tables = cost.tables
+    finishing = len(prefill) if finishing_prompts is None else finishing_prompts
+    decode_rows = decode_requests * cost.num_rows
+    rows = decode_rows + sum(chunk for _, chunk in prefill)
+    logits = decode_rows + finishing
+    for name, value, array in (
+        ("decode_requests", decode_requests, tables.state_us),
+        ("rows of the step", rows, tables.rows_us),
+        ("rows with logits", logits, tables.head_us),
+    ):
+        if value >= len(array):
+            raise UsageError(f"{name} = {value}; the tables hold at most {len(array) - 1}")
+    chunks = [prefill_us(tables, done, chunk) for done, chunk in prefill]
+    return {
+        "rows": float(tables.rows_us[rows]),
+        "head": float(tables.head_us[logits]),
+        "state": float(tables.state_us[decode_requests]),
+        "attention": float(attention_us(tables, decode_requests, mean_context)[0]),
+        "prefill_attention": float(sum(attention for attention, _, _ in chunks)),
+        "prefill_state": float(sum(state for _, state, _ in chunks)),
+        "draft": float(tables.draft_us[decode_requests]),
+    }

@@ -1,0 +1,111 @@
+"""Reading a run directory: what is refused, and how cells fall into groups."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lab.errors import UsageError
+from reports.data import load_run
+from tests.reports.synthetic import rate_sweep, record, row, sweep, write_run
+
+
+def test_a_sweep_is_one_group_with_its_axes(tmp_path: Path) -> None:
+    (group,) = load_run(write_run(tmp_path / "run", sweep())).groups
+    assert group.load_field == "max_concurrency"
+    assert group.loads == [1, 8, 32, 64, 128, 256]
+    assert group.budgets == [0.6, 0.75, 0.9]
+    assert group.trees == ["1,1,1", "2,2,2", "3,3,3"]
+    assert group.methods == ["storeall", "replayssm", "treewy", "treelog"]
+
+
+def test_a_swept_rate_is_the_load_axis(tmp_path: Path) -> None:
+    (group,) = load_run(write_run(tmp_path / "run", rate_sweep(rates=(2, 4)))).groups
+    assert (group.load_field, group.loads) == ("request_rate", [2, 4])
+
+
+def test_a_cap_beside_a_swept_rate_sets_groups_apart(tmp_path: Path) -> None:
+    rows = rate_sweep(rates=(2, 4), max_concurrency=32) + rate_sweep(rates=(2, 4), max_concurrency=64)
+    groups = load_run(write_run(tmp_path / "run", rows)).groups
+    assert [group.cells[0].max_concurrency for group in groups] == [32, 64]
+    assert [group.label.rpartition(", ")[2] for group in groups] == ["max_concurrency 32", "max_concurrency 64"]
+
+
+def test_cells_of_other_models_workloads_or_seeds_are_never_mixed(tmp_path: Path) -> None:
+    settings = [{}, {"model": "Qwen3.5-27B"}, {"workload": "sharegpt"}, {"seed": 1}, {"kv_cache_dtype": "fp8"}]
+    rows = [cell for extra in settings for cell in sweep(loads=(8,), **extra)]
+    groups = load_run(write_run(tmp_path / "run", rows)).groups
+    assert len(groups) == len(settings)
+    assert len({group.label for group in groups}) == len(settings)
+
+
+def test_a_method_without_drafts_answers_for_every_tree(tmp_path: Path) -> None:
+    plain = row(0, "storeall", "1,1,1", 0.75, 8, state_method="recurrent", tree="none", num_rows=1)
+    (group,) = load_run(write_run(tmp_path / "run", [plain, *sweep(loads=(8,))])).groups
+    assert group.trees == ["1,1,1", "2,2,2", "3,3,3"]
+    assert group.all_trees[0] == "none"
+    found = group.find("recurrent", "3,3,3", 0.75, 8)
+    assert found is not None
+    assert found.state_method == "recurrent"
+
+
+def test_numbers_that_are_not_finite_are_nan(tmp_path: Path) -> None:
+    rows = [row(n, "treelog", "1,1,1", 0.75, 8, p99_ttft_ms=value) for n, value in enumerate(("nan", "inf", ""))]
+    cells = load_run(write_run(tmp_path / "run", rows)).cells
+    assert all(math.isnan(cell.p99_ttft_ms) for cell in cells)
+
+
+def test_a_header_alone_is_a_run_without_cells(tmp_path: Path) -> None:
+    assert load_run(write_run(tmp_path / "run", [])).groups == ()
+
+
+@pytest.mark.parametrize("name", ["summary.csv", "run.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", sweep(loads=(8,)))
+    (run / name).unlink()
+    with pytest.raises(UsageError, match=name):
+        load_run(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("run.json", "{", "not valid JSON"),
+        ("run.json", "[]", "must hold a JSON object"),
+        ("run.json", '{"schema_version": 7}', "schema_version is 7; this version reads 1"),
+        ("summary.csv", "", "not a CSV table"),
+        ("summary.csv", "cell,model\n0,x\n", "lacks the columns gpu, tensor_parallel_size"),
+    ],
+)
+def test_an_unusable_file_is_named_with_its_fault(tmp_path: Path, file: str, text: str, message: str) -> None:
+    run = write_run(tmp_path / "run", sweep(loads=(8,)))
+    (run / file).write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_run(run)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_rows", "4.5", "line 2: num_rows is '4.5', which is no whole number"),
+        ("output_throughput", "fast", "line 2: output_throughput is 'fast', which is no number"),
+        ("memory_bound", "maybe", "line 2: memory_bound is 'maybe', which is no true or false"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, field: str, value: str, message: str) -> None:
+    run = write_run(tmp_path / "run", [row(0, "treelog", "1,1,1", 0.75, 8, **{field: value})])
+    with pytest.raises(UsageError, match=message):
+        load_run(run)
+
+
+def test_a_ledger_without_its_fields_is_refused(tmp_path: Path) -> None:
+    from reports import write_report
+
+    run = write_run(tmp_path / "run", sweep(loads=(8,)), record(ledgers=[{"state_method": "treelog"}]))
+    with pytest.raises(UsageError, match="an entry of 'ledgers' lacks tree, gpu_memory_utilization"):
+        write_report(run)
+    assert not (run / "report.html").exists()
+    assert json.loads((run / "run.json").read_text())["name"]

@@ -1,0 +1,84 @@
+"""Every command in the README runs, and what it says about files is true."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab.data import model_names
+from lab.methods import get_method
+from lab.profiles.operators import UncoveredShapeError
+from lab.shapes import load_shape
+from lab.trees import DraftTree
+from reports.validation import write_validation
+from simulator.scenario import EngineSettings, expand
+from simulator.stepcost import build_step_cost
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def shell_commands(text: str) -> list[str]:
+    """Lines of the `sh` blocks, continuation lines joined, comments dropped."""
+    lines: list[str] = []
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        lines += block.replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+#.*", "", line).strip() for line in lines if line.strip()]
+
+
+@pytest.mark.slow
+def test_every_readme_command_runs(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    binaries = Path(sys.executable).parent
+    commands = [command for command in shell_commands(README) if not command.startswith("make ")]
+    assert len(commands) > 8
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", f'export PATH="{binaries}:$PATH"; {command}'], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_the_readmes_scenario_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert len(expand(yaml.safe_load(block))) == 2 * 2 * 2 * 3
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in shell_commands(README):
+        if command.startswith("make "):
+            assert f"\n{command.split()[1]}:" in makefile
+
+
+def covered(name: str) -> bool:
+    """Whether the operator tables price a shipped model."""
+    small = EngineSettings(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)
+    try:
+        build_step_cost(load_shape(name), "h200", 1, small, get_method("recurrent"), DraftTree.chain(0), 1.0)
+    except UncoveredShapeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_readme_names_the_models_that_can_be_simulated(name: str) -> None:
+    named = re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", README) is not None
+    assert named == covered(name)
+
+
+@pytest.mark.slow
+def test_validation_page_is_what_the_command_writes(tmp_path: Path) -> None:
+    write_validation(tmp_path / "validation.md")
+    number = re.compile(r"\d[\d.]*")
+    fresh = (tmp_path / "validation.md").read_text(encoding="utf-8")
+    kept = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    assert number.sub("#", fresh) == number.sub("#", kept)
+    for new, old in zip(number.findall(fresh), number.findall(kept), strict=True):
+        assert float(new.rstrip(".")) == pytest.approx(float(old.rstrip(".")), rel=0.02, abs=0.011)
