@@ -81,7 +81,8 @@ LOAD_METRICS = (
         "p99_ttft_ms",
         "p99 time to first token against load",
         "ms, log scale",
-        "Waiting for memory shows here first: the curve leaves the others at the knee.",
+        "Waiting for memory shows here first: the curve leaves the others at the knee. In a closed loop all clients "
+        "send their first request at once; p99 holds that burst.",
         log=True,
     ),
     Metric("throughput", "output_throughput", "Output throughput against load", "tokens/s"),
@@ -216,7 +217,7 @@ def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
         fill=hollow.otherwise(alt.Fill("state_method:N", scale=colour, legend=None)),
         size=alt.when(hover).then(alt.value(110)).otherwise(alt.value(34)),
     )
-    # Marks that cannot be seen but are easy to hit; `nearest` would do it, but loses text in its tooltips (Vega-Lite 6.4).
+    # Unseen marks that are easy to hit: with `nearest` instead, tooltips lose their text fields (Vega-Lite 6.4).
     targets = base.mark_point(filled=True, size=320, opacity=0).encode(tooltip=_tooltip(group))
     return [lines, points, targets.add_params(hover)]
 

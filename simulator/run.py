@@ -108,7 +108,7 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
     held_bytes = peak_blocks * layout.bytes_per_block + peak_running * layout.scratch_bytes_per_request
     blocked = state["blocked_steps"] > MEMORY_BOUND_SHARE * steps
     return {
-        **_identity(cell),
+        **identity(cell),
         "completed": requests["completed"],
         "rejected": 0,
         **_totals(requests),
@@ -201,7 +201,8 @@ def _check_workload(scenario: Scenario, tree: DraftTree) -> None:
         )
 
 
-def _identity(cell: CheckedCell) -> dict[str, Any]:
+def identity(cell: CheckedCell) -> dict[str, Any]:
+    """What a cell simulated, by the names of summary.csv."""
     scenario, engine, workload = cell.scenario, cell.scenario.engine, cell.scenario.workload
     return {
         "model": cell.shape.name,

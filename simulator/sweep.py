@@ -26,7 +26,7 @@ import lab
 from lab.errors import InfeasibleError, UsageError
 from lab.methods import get_method
 from simulator.records import merge_parts, part_files
-from simulator.run import CheckedCell, check, simulate, step_cost
+from simulator.run import CheckedCell, check, identity, simulate, step_cost
 from simulator.scenario import Scenario
 from simulator.stepcost import StepCost
 from simulator.workload import describe
@@ -35,6 +35,21 @@ SCHEMA_VERSION = 1
 #: How often a sweep replaces dead workers before it gives up.
 WORKER_DEATHS = 3
 _VERSIONED = ("numpy", "numba", "simpy", "polars", "pydantic")
+
+#: Fields of a cell that its ledger depends on, by their names in summary.csv.
+_LEDGER_FIELDS = (
+    "model",
+    "gpu",
+    "tensor_parallel_size",
+    "weight_dtype",
+    "kv_cache_dtype",
+    "state_dtype",
+    "state_method",
+    "tree",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "max_model_len",
+)
 
 Progress = Callable[[int, int], None]
 
@@ -247,20 +262,11 @@ def _run_record(
     }
 
 
-def _identity(cell: CheckedCell) -> dict[str, Any]:
-    return {
-        "model": cell.shape.name,
-        "gpu": cell.scenario.gpu,
-        "tensor_parallel_size": cell.scenario.tensor_parallel_size,
-        "state_method": cell.method.name,
-        "tree": cell.tree_name,
-        "gpu_memory_utilization": cell.scenario.engine.gpu_memory_utilization,
-    }
-
-
 def _ledger_record(cell: CheckedCell) -> dict[str, Any]:
+    fields = identity(cell)
     scratch = cell.ledger.layout.scratch_bytes_per_request
-    return {**_identity(cell), **cell.ledger.to_json(), "scratch_bytes_per_request": scratch}
+    named = {name: fields[name] for name in _LEDGER_FIELDS}
+    return {**named, **cell.ledger.to_json(), "scratch_bytes_per_request": scratch}
 
 
 def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
@@ -268,11 +274,12 @@ def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
         {
             "gpu": costs.gpu,
             "model": cell.shape.name,
-            "state_method": cell.method.name if term == "state" else "all",
+            "state_method": cell.method.name if term in ("state", "attention", "draft") else "all",
             "term": term,
             "source": source,
         }
         for term, source in costs.sources.items()
+        if cell.tree.num_drafts or term != "draft"
     ]
 
 
