@@ -209,6 +209,8 @@ def _beta_rule(mean: float, concentration: float) -> tuple[Floats, Floats]:
     Eigenvalues of the Jacobi matrix (Golub and Welsch, 1969). Weights are normalised, so that a large
     concentration does not overflow as the unnormalised rules of the libraries do.
     """
+    from scipy.linalg import eigh_tridiagonal
+
     alpha, beta = (1 - mean) * concentration - 1, mean * concentration - 1
     n = np.arange(1.0, GAUSS_NODES)
     total = 2 * n + alpha + beta
@@ -220,7 +222,7 @@ def _beta_rule(mean: float, concentration: float) -> tuple[Floats, Floats]:
     n, total = n[1:], total[1:]
     squares[1:] = 4 * n * (n + alpha) * (n + beta) * (n + alpha + beta) / (total**2 * (total**2 - 1))
     off = np.sqrt(squares)
-    nodes, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1))
+    nodes, vectors = eigh_tridiagonal(diagonal, off)
     return vectors[0] ** 2, np.clip((1 + nodes) / 2, 0.0, 1.0)
 
 

@@ -18,5 +18,9 @@ class InfeasibleError(UsageError):
     """
 
 
+class InterruptedSweepError(RuntimeError):
+    """The user stopped a sweep; finished cells are kept for `--resume`."""
+
+
 class MissingError(RuntimeError):
     """A device, a tool or an optional dependency that the request needs is not there."""

@@ -20,6 +20,8 @@ LINEAR = "linear_attention"
 FULL = "full_attention"
 
 _MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid")
+_LARGEST = 10**7
+_MOST_LAYERS = 10_000
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -127,12 +129,15 @@ class ModelShape:
         sparse_layers = len(self.layer_types) - self.first_dense_layers
         return self.parameters() - sparse_layers * idle_experts * self._expert() * bool(self.num_experts)
 
-    def mtp_parameters(self) -> int:
-        """Parameters of the multi-token-prediction layers (embedding and output head are shared with the model)."""
-        if not self.mtp_num_hidden_layers:
-            return 0
+    @property
+    def drafting_layers(self) -> int:
+        """Layers that draft: the model's multi-token-prediction layers, or one of its own widths if it names none."""
+        return max(self.mtp_num_hidden_layers, 1)
+
+    def drafting_parameters(self) -> int:
+        """Parameters of the drafting layers (embedding and output head are shared with the model)."""
         layer = self._attention() + self._mlp_quantisable() + self._mlp_unquantised() + 4 * self.hidden_size
-        return 2 * self.hidden_size**2 + self.mtp_num_hidden_layers * layer
+        return 2 * self.hidden_size**2 + self.drafting_layers * layer
 
     def weight_bytes(self, weight_dtype: str, tp: int = 1) -> int:
         """Bytes of weights on one rank.
@@ -143,12 +148,10 @@ class ModelShape:
         quantised = self._quantisable() * DTYPE_BYTES[_weight_storage(weight_dtype)]
         return round((quantised + 2 * self._unquantised()) / tp)
 
-    def mtp_weight_bytes(self, weight_dtype: str, tp: int = 1) -> int:
-        """Bytes of the drafting layer on one rank; its input projection stays bf16."""
-        if not self.mtp_num_hidden_layers:
-            return 0
+    def drafting_weight_bytes(self, weight_dtype: str, tp: int = 1) -> int:
+        """Bytes of the drafting layers on one rank; their input projection stays bf16."""
         fusion = 2 * self.hidden_size**2
-        rest = (self.mtp_parameters() - fusion) * DTYPE_BYTES[_weight_storage(weight_dtype)]
+        rest = (self.drafting_parameters() - fusion) * DTYPE_BYTES[_weight_storage(weight_dtype)]
         return round((2 * fusion + rest) / tp)
 
     # Parameter counts per part ---------------------------------------------------------------------------------
@@ -167,11 +170,11 @@ class ModelShape:
 
     def _attention(self) -> int:
         if self.kv_lora_rank:
-            q_width = self.head_dim + self.qk_rope_head_dim
-            latent = self.kv_lora_rank * (1 + self.num_attention_heads * 2 * self.head_dim // self.hidden_size)
-            query = self.hidden_size * self.num_attention_heads * q_width
+            query = self.hidden_size * self.num_attention_heads * (self.head_dim + self.qk_rope_head_dim)
+            compressed = self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim)
+            keys_values = self.kv_lora_rank * self.num_attention_heads * 2 * self.head_dim
             output = self.num_attention_heads * self.head_dim * self.hidden_size
-            return query + output + self.hidden_size * (latent + self.qk_rope_head_dim)
+            return query + compressed + keys_values + output
         query = self.num_attention_heads * self.head_dim * (2 if self.attn_output_gate else 1)
         keys_values = 2 * self.num_key_value_heads * self.head_dim
         output = self.num_attention_heads * self.head_dim
@@ -222,13 +225,14 @@ def load_shape(model: str) -> ModelShape:
         if path.is_dir():
             path = path / "config.json"
         name = path.parent.name if path.name == "config.json" else path.stem
-        if not path.is_file():
+        if len(model) > 4096 or not path.is_file():
             raise UsageError(
-                f"model '{model}' is neither a shipped shape nor a config.json; shipped are {', '.join(model_names())}"
+                f"model '{model[:200]}' is neither a shipped shape nor a config.json; shipped are "
+                f"{', '.join(model_names())}"
             )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path.name} of model '{model}' as JSON: {error}") from error
     return parse_config(raw, name or "model")
 
@@ -254,23 +258,26 @@ def parse_config(raw: Any, name: str) -> ModelShape:
         raise UsageError(
             f"{name}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
         )
+    chosen = config.count("num_experts_per_tok", None if experts else 0)
+    if chosen > experts:
+        raise UsageError(f"{name}: num_experts_per_tok = {chosen} is more than num_experts = {experts}")
     return ModelShape(
         name=name,
         hidden_size=hidden,
         layer_types=config.layer_types(),
         num_attention_heads=heads,
         num_key_value_heads=config.count("num_key_value_heads"),
-        head_dim=config.count("head_dim", hidden // heads),
+        head_dim=config.whole("head_dim", raw.get("head_dim", hidden // heads)),
         linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
         linear_key_head_dim=config.count("linear_key_head_dim"),
         linear_value_head_dim=config.count("linear_value_head_dim"),
-        linear_conv_kernel_dim=config.count("linear_conv_kernel_dim", 4),
+        linear_conv_kernel_dim=config.whole("linear_conv_kernel_dim", raw.get("linear_conv_kernel_dim", 4)),
         vocab_size=config.count("vocab_size"),
         max_position_embeddings=config.count("max_position_embeddings", 262144),
         intermediate_size=config.count("intermediate_size", 0 if experts else None),
         num_experts=experts,
-        num_experts_per_tok=config.count("num_experts_per_tok", None if experts else 0),
+        num_experts_per_tok=chosen,
         moe_intermediate_size=config.count("moe_intermediate_size", None if experts else 0),
         shared_expert_intermediate_size=config.count("shared_expert_intermediate_size", 0),
         first_dense_layers=0,
@@ -286,11 +293,16 @@ def _parse_kimi(config: _Config) -> ModelShape:
     raw = config.raw
     linear = raw.get("linear_attn_config") if isinstance(raw.get("linear_attn_config"), Mapping) else {}
     assert isinstance(linear, Mapping)
-    heads = int(linear.get("num_heads", 0)) or config.count("linear_num_heads")
-    width = int(linear.get("head_dim", 0)) or config.count("linear_head_dim")
+    heads = config.whole("num_heads", linear.get("num_heads") or raw.get("linear_num_heads"))
+    width = config.whole("head_dim", linear.get("head_dim") or raw.get("linear_head_dim"))
     layers = config.count("num_hidden_layers")
     full = linear.get("full_attn_layers")
-    types = tuple(FULL if i + 1 in full else LINEAR for i in range(layers)) if full else config.layer_types()
+    if full is None:
+        types = config.layer_types()
+    else:
+        if not isinstance(full, list) or not full or not all(isinstance(i, int) and 1 <= i <= layers for i in full):
+            raise UsageError(f"{config.name}: full_attn_layers must list layers from 1 to num_hidden_layers = {layers}")
+        types = tuple(FULL if i + 1 in full else LINEAR for i in range(layers))
     experts = config.count("num_experts", None) if "num_experts" in raw else config.count("num_local_experts")
     expert_width = config.count("moe_intermediate_size")
     return ModelShape(
@@ -304,15 +316,19 @@ def _parse_kimi(config: _Config) -> ModelShape:
         linear_num_value_heads=heads,
         linear_key_head_dim=width,
         linear_value_head_dim=width,
-        linear_conv_kernel_dim=config.count("linear_conv_kernel_dim", int(linear.get("short_conv_kernel_size", 4))),
+        linear_conv_kernel_dim=config.whole(
+            "linear_conv_kernel_dim", linear.get("short_conv_kernel_size") or raw.get("linear_conv_kernel_dim", 4)
+        ),
         vocab_size=config.count("vocab_size"),
         max_position_embeddings=config.count("max_position_embeddings", 1048576),
         intermediate_size=config.count("intermediate_size"),
         num_experts=experts,
-        num_experts_per_tok=config.count("num_experts_per_tok", int(raw.get("num_experts_per_token", 8))),
+        num_experts_per_tok=config.whole(
+            "num_experts_per_tok", raw.get("num_experts_per_tok") or raw.get("num_experts_per_token", 8)
+        ),
         moe_intermediate_size=expert_width,
         shared_expert_intermediate_size=expert_width * config.count("num_shared_experts", 1),
-        first_dense_layers=config.count("first_k_dense_replace", 1),
+        first_dense_layers=min(config.count("first_k_dense_replace", 1), layers),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attn_output_gate=False,
         mamba_ssm_dtype=config.state_dtype(),
@@ -341,23 +357,32 @@ class _Config:
                     f"{', '.join(_MODEL_TYPES)} is needed"
                 )
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if default is None else 0):
-            raise UsageError(f"{self.name}: {key} = {value!r}; a positive whole number is needed")
+        return self.whole(key, value, 1 if default is None else 0)
+
+    def whole(self, key: str, value: Any, least: int = 1) -> int:
+        """A value that must be a whole number from `least` to `_LARGEST`."""
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+            shown = repr(value)[:60] if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
+            raise UsageError(f"{self.name}: {key} = {shown}; a whole number from {least} to {_LARGEST} is needed")
         return value
 
     def layer_types(self) -> tuple[str, ...]:
         """The kind of every layer, from `layer_types` or from `full_attention_interval`."""
         layers = self.count("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise UsageError(f"{self.name}: num_hidden_layers = {layers}; at most {_MOST_LAYERS} are supported")
         types = self.raw.get("layer_types")
         if types is None:
             interval = self.count("full_attention_interval")
-            return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
-        if not isinstance(types, list) or set(types) - {LINEAR, FULL} or len(types) != layers:
+            types = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
+        if not isinstance(types, list) or any(kind not in (LINEAR, FULL) for kind in types) or len(types) != layers:
             raise UsageError(
                 f"{self.name}: layer_types must list {layers} entries (num_hidden_layers), each '{LINEAR}' or '{FULL}'"
             )
         if LINEAR not in types or FULL not in types:
-            raise UsageError(f"{self.name}: layer_types holds only one kind of layer; a hybrid has both")
+            raise UsageError(
+                f"{self.name}: layer_types or full_attention_interval give one kind of layer only; a hybrid has both"
+            )
         return tuple(types)
 
     def state_dtype(self) -> str:

@@ -7,6 +7,7 @@ so every prefix of the rows is a tree of its own. A chain is a tree of width 1.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.data import data_path
 from lab.errors import UsageError
 
 #: Rows that fit one 64-bit ancestor mask.
@@ -87,8 +89,10 @@ class DraftTree:
         row_of: dict[tuple[int, ...], int] = {(): 0}
         parent, rank = [-1], [0]
         for path in unique:
-            if not path or min(path) < 0:
-                raise UsageError(f"rank path {list(path)}: a path is a non-empty list of ranks >= 0")
+            if not path or min(path) < 0 or max(path) >= MAX_ROWS:
+                raise UsageError(
+                    f"rank path {list(path)}: a path is a non-empty list of ranks from 0 to {MAX_ROWS - 1}"
+                )
             if path[:-1] not in row_of:
                 raise UsageError(f"rank path {list(path)} has no parent; add the path {list(path[:-1])} first")
             row_of[path] = len(parent)
@@ -167,24 +171,35 @@ class DraftTree:
 
 
 def parse_tree(text: str) -> DraftTree:
-    """Tree from its text form: widths per depth (`2,2,2`), `chain:K`, or the path of a JSON file with rank paths.
+    """Tree from its text: widths per depth (`2,2,2`), `chain:K`, a shipped name, or a JSON file with rank paths.
 
-    The JSON file holds a list of rank paths, or an object with the key `paths`. Raises `UsageError` otherwise.
+    Shipped are the published trees of `lab/data/draft_trees.json`. The JSON file holds a list of rank paths, or an
+    object with the key `paths`. Raises `UsageError` otherwise.
     """
     text = str(text).strip()
-    if text.startswith("chain:") and text[6:].isdigit():
-        return DraftTree.chain(int(text[6:]))
-    parts = [part.strip() for part in text.strip("[]()").split(",")]
-    if all(part.isdigit() for part in parts):
-        return DraftTree.from_widths([int(part) for part in parts])
+    if text.startswith(("medusa:", "eagle:")):
+        shipped = json.loads(data_path("draft_trees.json").read_text(encoding="utf-8"))
+        if text not in shipped:
+            raise UsageError(f"tree '{text}' is not shipped; shipped are {', '.join(shipped)}")
+        return DraftTree.from_rank_paths(shipped[text]["paths"])
+    if re.fullmatch(r"chain:[0-9]{1,9}", text):
+        drafts = int(text[6:])
+        if drafts >= MAX_ROWS:
+            raise UsageError(f"tree '{text}' has {drafts + 1} rows (root included); at most {MAX_ROWS} are supported")
+        return DraftTree.chain(drafts)
+    if re.fullmatch(r"(\[.*\]|\(.*\)|[^\[(]*)", text):
+        parts = [part.strip() for part in text.strip("[]()").split(",")]
+        if all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
+            return DraftTree.from_widths([int(part) for part in parts])
     path = Path(text)
     if path.suffix != ".json":
         raise UsageError(
-            f"tree '{text}' is not understood; give widths like 2,2,2, chain:3, or a JSON file of rank paths"
+            f"tree '{text}' is not understood; give widths like 2,2,2, chain:3, a shipped name such as "
+            "medusa:mc_sim_7b_63, or a JSON file of rank paths"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"tree file '{text}' cannot be read as JSON: {error}") from error
     paths = raw.get("paths") if isinstance(raw, dict) else raw
     rank_lists = isinstance(paths, list) and all(

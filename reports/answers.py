@@ -1,19 +1,20 @@
-"""The facts behind the answers: the best configuration at every point, and where methods become memory bound.
+"""The facts behind the answers: the best configuration at every point, and how far each method carries.
 
-A point is one memory budget (gpu_memory_utilization) and one load. Configurations whose output throughput
-differs by up to 2 % are tied.
+A point is one memory budget (gpu_memory_utilization) and one load. In a closed loop configurations are ranked by output
+throughput. In an open loop all that keep up have the same throughput, and those that do not are not ranked: the others
+are ranked by mean TPOT, those tied by p99 TTFT. What differs by up to `TIE` is tied.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from reports.accuracy import CLEAR, TIE
 from reports.data import Cell, Group
 from reports.text import quotient
 
-#: Relative difference in output throughput up to which two configurations are tied.
-TIE = 0.02
 BASELINE = "storeall"
 
 
@@ -21,14 +22,15 @@ BASELINE = "storeall"
 class Best:
     """The best configurations at one point.
 
-    `winners`: each method's best cell within `TIE` of the highest output throughput, best first. `baseline`:
-    storeall's best cell over all trees, if one was run.
+    `winners`: each method's best cell that is tied with the best, best first. `baseline`: storeall's best cell over all
+    trees, if one was run; in an open loop (`by_latency`) a saturated one where none keeps up.
     """
 
     budget: float
     load: float
     winners: tuple[Cell, ...]
     baseline: Cell | None
+    by_latency: bool
 
     @property
     def top(self) -> Cell:
@@ -36,9 +38,11 @@ class Best:
 
     @property
     def gain(self) -> float:
-        """Output throughput of the best cell over storeall's best; NaN without storeall."""
-        if self.baseline is None:
+        """Best over storeall's best: output throughput, or mean TPOT turned over; NaN without a figure of storeall."""
+        if self.baseline is None or (self.by_latency and self.baseline.saturated):
             return math.nan
+        if self.by_latency:
+            return quotient(self.baseline.mean_tpot_ms, self.top.mean_tpot_ms)
         return quotient(self.top.output_throughput, self.baseline.output_throughput)
 
     @property
@@ -46,74 +50,130 @@ class Best:
         """Whether storeall was run and is not among the winners."""
         return self.baseline is not None and not self.has(BASELINE)
 
+    @property
+    def clear(self) -> bool:
+        """Whether storeall is behind by more than the simulator's error, or does not keep up."""
+        falls_behind = self.by_latency and self.baseline is not None and self.baseline.saturated
+        return falls_behind or self.gain > 1 + CLEAR
+
     def has(self, method: str) -> bool:
         """Whether a method is best or tied with the best."""
         return any(cell.state_method == method for cell in self.winners)
 
 
 @dataclass(frozen=True, slots=True)
-class Knee:
-    """Per memory budget, the lowest load at which a method is memory bound; None where no load that was run is.
+class Mark:
+    """How far one method and tree carries at one memory budget; `lowest` and `highest` are the loads that were run.
 
-    `highest` is the highest load that was run, per budget.
+    Closed loop: `load` is the lowest at which requests wait, None where they never do. Open loop: `load` is the highest
+    up to which the service keeps up, None where it does not at the lowest. `limit` is what then keeps requests waiting.
     """
+
+    load: float | None
+    limit: str
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """The marks of one method and tree by memory budget."""
 
     state_method: str
     tree: str
-    loads: dict[float, float | None]
-    highest: dict[float, float]
+    marks: dict[float, Mark]
 
 
 def best_at(group: Group, budget: float, load: float) -> Best | None:
-    """The best configurations at one point; None when no cell there finished a request.
-
-    With a given arrival rate, methods that keep up have the same throughput: among ties the lower mean TPOT
-    comes first.
-    """
+    """The best configurations at one point; None when no cell there finished a request, or none keeps up."""
     cells = [cell for cell in group.at(budget, load) if cell.usable]
-    if not cells:
+    ranked = [cell for cell in cells if not (group.open_loop and cell.saturated)]
+    if not ranked:
         return None
-    floor = max(cell.output_throughput for cell in cells) / (1 + TIE)
-
-    def rank(cell: Cell) -> tuple[bool, float]:
-        tied = cell.output_throughput >= floor
-        by_latency = tied and group.load_field == "request_rate" and math.isfinite(cell.mean_tpot_ms)
-        return not tied, cell.mean_tpot_ms if by_latency else -cell.output_throughput
-
+    if group.open_loop:
+        quick = _within(ranked, lambda cell: cell.mean_tpot_ms)
+        tied = _within(quick, lambda cell: cell.p99_ttft_ms)
+        ranked.sort(key=lambda cell: (cell not in tied, cell not in quick, _last_if_nan(cell.mean_tpot_ms)))
+    else:
+        tied = _within(ranked, lambda cell: 1 / cell.output_throughput)
+        ranked.sort(key=lambda cell: -cell.output_throughput)
     champions: dict[str, Cell] = {}
-    for cell in sorted(cells, key=rank):
+    for cell in ranked:
         champions.setdefault(cell.state_method, cell)
-    winners = tuple(cell for cell in champions.values() if cell.output_throughput >= floor)
-    return Best(budget, load, winners, champions.get(BASELINE))
+    fallen = next((cell for cell in cells if cell.state_method == BASELINE), None)
+    winners = tuple(cell for cell in champions.values() if cell in tied)
+    return Best(budget, load, winners, champions.get(BASELINE, fallen), group.open_loop)
 
 
 def all_best(group: Group) -> list[Best]:
-    """The best configurations at every point, by memory budget, then load."""
+    """The best configurations at every point, by memory budget from the largest down, then load."""
     points = [best_at(group, budget, load) for budget in group.budgets for load in group.loads]
     return [best for best in points if best is not None]
 
 
 def knees(group: Group) -> list[Knee]:
-    """Where each method and tree becomes memory bound, in the order of methods and trees."""
+    """How far each method and tree carries, in the order of methods and trees."""
     found = []
     for method in group.methods:
         for tree in group.all_trees:
-            bound: dict[float, float | None] = {}
-            highest: dict[float, float] = {}
-            for cell in sorted(group.cells, key=group.load):
-                if (cell.state_method, cell.tree) != (method, tree):
-                    continue
-                budget, load = cell.gpu_memory_utilization, group.load(cell)
-                highest[budget] = load
-                if bound.setdefault(budget, None) is None and cell.memory_bound:
-                    bound[budget] = load
-            if bound:
-                found.append(Knee(method, tree, bound, highest))
+            mine = [c for c in group.cells if (c.state_method, c.tree) == (method, tree)]
+            budgets = [budget for budget in group.budgets if any(c.gpu_memory_utilization == budget for c in mine)]
+            if budgets:
+                marks = {
+                    budget: _mark(group, [c for c in mine if c.gpu_memory_utilization == budget]) for budget in budgets
+                }
+                found.append(Knee(method, tree, marks))
     return found
 
 
-def shares(points: list[Best]) -> list[tuple[str, int]]:
-    """Methods by the number of points at which they are best or tied with the best, most first."""
-    names = [cell.state_method for best in points for cell in best.winners]
-    counts = {name: names.count(name) for name in dict.fromkeys(names)}
-    return sorted(counts.items(), key=lambda item: -item[1])
+def highest_rate(group: Group, budget: float, method: str | None = None) -> float | None:
+    """The highest load up to which a method, or any, keeps up with some tree."""
+    reached = [
+        mark.load
+        for knee in knees(group)
+        if method in (None, knee.state_method)
+        for mark in [knee.marks.get(budget)]
+        if mark is not None and mark.load is not None
+    ]
+    return max(reached, default=None)
+
+
+def headline(group: Group, points: Sequence[Best]) -> Best | None:
+    """The point that the answer opens with: the largest memory budget, there the highest load that can be ranked."""
+    budget = max((best.budget for best in points), default=None)
+    return max((best for best in points if best.budget == budget), key=lambda best: best.load, default=None)
+
+
+def largest_gain(points: Sequence[Best]) -> Best | None:
+    """The point at which storeall, with a figure to compare with, is furthest behind."""
+    gains = [best for best in points if best.beats_baseline and best.gain > 1 + TIE]
+    return max(gains, key=lambda best: best.gain, default=None)
+
+
+def _mark(group: Group, cells: list[Cell]) -> Mark:
+    by_load = sorted(cells, key=group.load)
+    lowest, highest = group.load(by_load[0]), group.load(by_load[-1])
+    if not group.open_loop:
+        bound = next((cell for cell in by_load if cell.limit != "none"), None)
+        return Mark(group.load(bound), bound.limit, lowest, highest) if bound else Mark(None, "none", lowest, highest)
+    reached: float | None = None
+    for cell in by_load:
+        if cell.saturated:
+            return Mark(reached, cell.limit, lowest, highest)
+        reached = group.load(cell)
+    return Mark(reached, "none", lowest, highest)
+
+
+def _within(cells: Sequence[Cell], cost: Callable[[Cell], float]) -> list[Cell]:
+    """The cells whose cost is within a tie of the lowest; all of them when none has a figure."""
+    costs = [cost(cell) for cell in cells]
+    finite = [value for value in costs if math.isfinite(value)]
+    if not finite:
+        return list(cells)
+    # The slack keeps an exact tie a tie whatever the rounding of 1 / x.
+    ceiling = min(finite) * (1 + TIE) * (1 + 1e-12)
+    return [cell for cell, value in zip(cells, costs, strict=True) if value <= ceiling]
+
+
+def _last_if_nan(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

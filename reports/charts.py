@@ -1,6 +1,6 @@
 """Vega-Lite specifications of a group's charts, made with Altair: small panels that fill the width they get.
 
-Every panel reads named data that the page holds once (`cells`, `pools`, `ledgers`) and three parameters that the
+Every panel reads named data that the page holds once (`cells`, `limits`, `ledgers`) and three parameters that the
 page's controls set: `tree`, `budget` (gpu_memory_utilization) and `hidden` (methods switched off). A panel draws one
 memory budget or one load, so that a line never mixes two; methods that draft nothing appear with every tree. All
 panels of a figure have one scale of y, unless said.
@@ -18,7 +18,8 @@ import altair as alt
 
 from lab.units import GIB
 from reports.data import Cell, Group
-from reports.ledgers import LedgerEntry, ledger_titles, pool_rows
+from reports.ledgers import LedgerEntry, ledger_titles, limit_rows
+from reports.metrics import LOAD_METRICS, Metric, metric_note
 from reports.palette import METHOD_DASHES, method_colours
 from reports.text import LOAD_TITLES, counted, load_phrase, plain
 
@@ -30,9 +31,11 @@ NUMBERS = (
     "output_throughput",
     "p99_ttft_ms",
     "mean_tpot_ms",
-    "peak_kv_gib",
+    "blocks_gib",
+    "reserved_records_gib",
+    "committed_gib",
     "mean_running",
-    "acceptance_length",
+    "step_tokens",
 )
 
 
@@ -55,54 +58,13 @@ class Figure:
     control: str
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A quantity drawn against load."""
-
-    key: str
-    field: str
-    title: str
-    unit: str
-    note: str = ""
-    log: bool = False
-
-
-LOAD_METRICS = (
-    Metric(
-        "peak-kv",
-        "peak_kv_gib",
-        "Peak KV memory against load",
-        "GiB",
-        "What running requests hold at the peak: attention KV, recurrent states, records. The dotted line is all that "
-        "there is: a method that reaches it makes requests wait.",
-    ),
-    Metric(
-        "ttft",
-        "p99_ttft_ms",
-        "p99 time to first token against load",
-        "ms, log scale",
-        "Waiting for memory shows here first: the curve leaves the others at the knee. In a closed loop all clients "
-        "send their first request at once; p99 holds that burst.",
-        log=True,
-    ),
-    Metric("throughput", "output_throughput", "Output throughput against load", "tokens/s"),
-    Metric(
-        "tpot",
-        "mean_tpot_ms",
-        "Mean time per output token (TPOT) against load",
-        "ms",
-        "Steps that carry more requests take longer: a method may have the higher TPOT and yet the higher throughput.",
-    ),
-)
-
-
 def figures(group: Group, ledgers: Sequence[LedgerEntry]) -> list[Figure]:
     """All figures of a group that it has data for."""
     usable = [cell for cell in group.cells if cell.usable]
     found: list[Figure] = []
     if usable:
-        pools = pool_rows(ledgers)
-        found += [_load_figure(group, usable, metric, pools) for metric in LOAD_METRICS]
+        limits = limit_rows(ledgers, group)
+        found += [_load_figure(group, usable, metric, limits) for metric in LOAD_METRICS]
         if len(group.all_trees) > 1:
             found.append(_width_figure(group, usable))
     if ledgers:
@@ -119,7 +81,9 @@ def cell_rows(group: Group) -> list[dict[str, Any]]:
             "rows": cell.num_rows,
             "budget": cell.gpu_memory_utilization,
             "load": group.load(cell),
-            "memory": "memory bound" if cell.memory_bound else "memory to spare",
+            "limit": cell.limit,
+            "hollow": cell.saturated if group.open_loop else cell.memory_bound,
+            "pace": "saturated" if cell.saturated else "keeps up",
             "steps": "partly extrapolated" if cell.extrapolated else "within the tables",
             **{field: _finite(getattr(cell, field)) for field in NUMBERS},
         }
@@ -128,12 +92,12 @@ def cell_rows(group: Group) -> list[dict[str, Any]]:
     ]
 
 
-def _load_figure(group: Group, cells: list[Cell], metric: Metric, pools: Sequence[dict[str, Any]]) -> Figure:
+def _load_figure(group: Group, cells: list[Cell], metric: Metric, limits: Sequence[dict[str, Any]]) -> Figure:
     spans = {}
     for tree in group.trees:
         values = [getattr(cell, metric.field) for cell in cells if cell.tree == tree or cell.num_rows == 1]
         if metric.key == "peak-kv":
-            values += [pool["pool_gib"] for pool in pools if pool["tree"] == tree]
+            values += [row["limit_gib"] for row in limits if row["tree"] == tree or not row["drafted"]]
         spans[tree] = _span(values, metric.log)
     axis = _y_axis(metric.unit, spans if metric.log else None)
     y = alt.Y(f"{metric.field}:Q", scale=_scale(spans, metric.log), axis=axis)
@@ -144,23 +108,30 @@ def _load_figure(group: Group, cells: list[Cell], metric: Metric, pools: Sequenc
         shown = f"{condition} && datum.{metric.field} > 0" if metric.log else condition
         layers = _lines(group, shown, _load_axis(group), y)
         if metric.key == "peak-kv":
-            layers.insert(0, _pool_rule(f"{here} && datum.tree === tree"))
+            layers.insert(0, _limit_rules(group, f"{here} && (datum.tree === tree || !datum.drafted)"))
         panels.append(Panel(f"gpu_memory_utilization {plain(budget)}", _finish(alt.layer(*layers), group)))
-    return Figure(metric.key, metric.title, metric.note, tuple(panels), "tree")
+    return Figure(metric.key, metric.title, metric_note(metric, group), tuple(panels), "tree")
 
 
 def _width_figure(group: Group, cells: list[Cell]) -> Figure:
+    """What wider trees do: to throughput, or in an open loop to TPOT at rates that something sustains."""
+    field, title, unit = "output_throughput", "Output throughput", "tokens/s"
+    if group.open_loop:
+        field, title, unit = "mean_tpot_ms", "Mean TPOT", "ms"
+        cells = [cell for cell in cells if not cell.saturated] or cells
     rows = json.dumps({cell.tree: counted(cell.num_rows, "row") for cell in group.cells})
     axis = _x_axis("draft tree", labelExpr=f"width > 220 ? [datum.label, {rows}[datum.label]] : datum.label")
     panels = []
     for load in _some(sorted({group.load(cell) for cell in cells})):
-        top = max(cell.output_throughput for cell in cells if group.load(cell) == load)
+        _, top = _span([getattr(cell, field) for cell in cells if group.load(cell) == load], log=False)
         x = alt.X("tree:N", scale=alt.Scale(domain=group.all_trees), axis=axis)
-        y = alt.Y("output_throughput:Q", scale=alt.Scale(domain=[0, 1.06 * top]), axis=_y_axis("tokens/s"))
-        layers = _lines(group, f"datum.load === {load!r} && datum.budget === budget", x, y)
+        y = alt.Y(f"{field}:Q", scale=alt.Scale(domain=[0, top]), axis=_y_axis(unit))
+        kept = " && datum.pace === 'keeps up'" if group.open_loop and not all(c.saturated for c in cells) else ""
+        layers = _lines(group, f"datum.load === {load!r} && datum.budget === budget{kept}", x, y)
         panels.append(Panel(load_phrase(group.load_field, load), _finish(alt.layer(*layers), group)))
     note = "Wider trees accept more tokens a step but make every step dearer. Each panel has its own scale."
-    return Figure("width", "Output throughput against tree width", note, tuple(panels), "budget")
+    note += " What does not keep up is left out." if group.open_loop else ""
+    return Figure("width", f"{title} against tree width", note, tuple(panels), "budget")
 
 
 def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
@@ -199,7 +170,7 @@ def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
 
 
 def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """A line per method with a point per cell; hollow points are memory bound."""
+    """A line per method with a point per cell; hollow points are memory bound, in an open loop saturated."""
     colours = method_colours(group.methods)
     colour = alt.Scale(domain=list(colours), range=list(colours.values()))
     dash = alt.Scale(domain=list(colours), range=[METHOD_DASHES.get(name, [2, 1]) for name in colours])
@@ -207,7 +178,7 @@ def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     base = alt.Chart(alt.NamedData("cells")).transform_filter(shown).encode(x=x, y=y)
     key = ["state_method", "tree", "budget", "load"]
     hover = alt.selection_point(name="hover", on="pointerover", clear="pointerout", fields=key, empty=False)
-    hollow = alt.when("datum.memory === 'memory bound'").then(alt.value("white"))
+    hollow = alt.when("datum.hollow").then(alt.value("white"))
     lines = base.mark_line(clip=True, strokeWidth=1.8, strokeJoin="round").encode(
         color=alt.Color("state_method:N", scale=colour, legend=None),
         strokeDash=alt.StrokeDash("state_method:N", scale=dash, legend=None),
@@ -222,11 +193,16 @@ def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     return [lines, points, targets.add_params(hover)]
 
 
-def _pool_rule(condition: str) -> alt.Chart:
-    """The size of the pool as a dotted line."""
-    base = alt.Chart(alt.NamedData("pools")).transform_filter(condition)
-    rule: alt.Chart = base.mark_rule(clip=True, color=FAINT, strokeDash=[1, 3], strokeWidth=1.5).encode(y="pool_gib:Q")
-    return rule
+def _limit_rules(group: Group, condition: str) -> alt.Chart:
+    """All that each method can commit, as dotted lines."""
+    colours = method_colours(group.methods)
+    colour = alt.Scale(domain=list(colours), range=list(colours.values()))
+    shown = f"{condition} && indexof(hidden, datum.state_method) < 0"
+    base = alt.Chart(alt.NamedData("limits")).transform_filter(shown)
+    rules: alt.Chart = base.mark_rule(clip=True, strokeDash=[1, 3], strokeWidth=1.5).encode(
+        y="limit_gib:Q", color=alt.Color("state_method:N", scale=colour, legend=None)
+    )
+    return rules
 
 
 def _tooltip(group: Group) -> list[alt.Tooltip]:
@@ -238,10 +214,12 @@ def _tooltip(group: Group) -> list[alt.Tooltip]:
         alt.Tooltip("output_throughput:Q", title="output, tokens/s", format=",.0f"),
         alt.Tooltip("p99_ttft_ms:Q", title="p99 TTFT, ms", format=",.0f"),
         alt.Tooltip("mean_tpot_ms:Q", title="mean TPOT, ms", format=",.1f"),
-        alt.Tooltip("peak_kv_gib:Q", title="peak KV, GiB", format=",.1f"),
+        alt.Tooltip("blocks_gib:Q", title="blocks at the peak, GiB", format=",.1f"),
+        alt.Tooltip("reserved_records_gib:Q", title="records reserved, GiB", format=",.1f"),
         alt.Tooltip("mean_running:Q", title="running, mean", format=",.1f"),
-        alt.Tooltip("acceptance_length:Q", title="acceptance length", format=",.2f"),
-        alt.Tooltip("memory:N", title="block pool"),
+        alt.Tooltip("step_tokens:Q", title="tokens a step", format=",.2f"),
+        alt.Tooltip("limit:N", title="limit"),
+        *([alt.Tooltip("pace:N", title="at this rate")] if group.open_loop else []),
         alt.Tooltip("steps:N", title="step costs"),
     ]
 
@@ -324,7 +302,7 @@ def _finish(chart: Any, group: Group | None, height: int = PANEL_HEIGHT) -> dict
     """Add the page's parameters, sizes and style, and validate; the page adds the data."""
     params = [
         alt.param(name="tree", value=group.trees[0] if group else ""),
-        alt.param(name="budget", value=group.budgets[-1] if group else 0),
+        alt.param(name="budget", value=group.budgets[0] if group else 0),
         alt.param(name="hidden", value=[]),
     ]
     axis = alt.AxisConfig(

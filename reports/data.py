@@ -38,6 +38,9 @@ GROUP_FIELDS: tuple[str, ...] = (
     "seed",
 )
 
+#: Share of steps from which on max_num_seqs or the token budget count as what limits a cell.
+LIMIT_SHARE = 0.10
+
 LoadField = Literal["max_concurrency", "request_rate", "none"]
 
 
@@ -57,6 +60,7 @@ class Cell:
     num_rows: int
     gpu_memory_utilization: float
     max_num_seqs: int
+    running_limit: int
     max_model_len: int
     max_num_batched_tokens: int
     workload: str
@@ -65,14 +69,15 @@ class Cell:
     burstiness: float
     max_concurrency: int | None
     num_requests: int
+    num_warmup_requests: int
     seed: int
     completed: int
-    rejected: int
     output_throughput: float
     mean_ttft_ms: float
     p99_ttft_ms: float
     mean_tpot_ms: float
     acceptance_length: float
+    tokens_per_round: float
     mean_step_ms: float
     peak_running: float
     mean_running: float
@@ -80,8 +85,13 @@ class Cell:
     num_gpu_blocks: float
     peak_kv_usage: float
     peak_kv_gib: float
+    reserved_records_gib: float
     num_preemptions: float
     memory_bound: bool
+    memory_limited_steps: float
+    seqs_limited_steps: float
+    budget_limited_steps: float
+    saturated: bool
     modelled: bool
     extrapolated: bool
     extrapolated_steps: float
@@ -90,6 +100,49 @@ class Cell:
     def usable(self) -> bool:
         """Whether the cell finished requests, so that its figures mean something."""
         return self.completed > 0 and math.isfinite(self.output_throughput) and self.output_throughput > 0
+
+    @property
+    def limit(self) -> str:
+        """What mostly keeps requests waiting: memory, max_num_seqs, running limit, token budget or none.
+
+        Memory binds when the simulator says so (over 1 % of the steps, or a preemption). The others bind in more than
+        `LIMIT_SHARE` of the steps, in a saturated cell at any share: a prompt that waits a step for the token budget
+        is no limit of the service.
+        """
+        shares = {
+            "memory": self.memory_limited_steps,
+            "running limit" if self.lowered else "max_num_seqs": self.seqs_limited_steps,
+            "token budget": self.budget_limited_steps,
+        }
+        name = max(shares, key=lambda each: shares[each] if math.isfinite(shares[each]) else 0.0)
+        if shares[name] > (0.0 if self.saturated else LIMIT_SHARE):
+            return name
+        return "memory" if self.memory_bound else "none"
+
+    @property
+    def lowered(self) -> bool:
+        """Whether fewer requests than max_num_seqs may run, because the method's records for so many do not fit."""
+        return self.running_limit < self.max_num_seqs
+
+    @property
+    def blocks_gib(self) -> float:
+        """Blocks of the pool that are held at the peak.
+
+        `peak_kv_gib` counts the records of the requests that run at the peak too; they lie outside the pool.
+        """
+        if self.running_limit <= 0:
+            return math.nan
+        return self.peak_kv_gib - self.peak_running * self.reserved_records_gib / self.running_limit
+
+    @property
+    def committed_gib(self) -> float:
+        """Blocks held at the peak and all records: a method reserves them at start-up, whatever runs."""
+        return self.blocks_gib + self.reserved_records_gib
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens that a request emits per step; one where nothing is drafted."""
+        return 1.0 if self.num_rows == 1 else self.tokens_per_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +169,19 @@ class Group:
         return sorted({self.load(cell) for cell in self.cells})
 
     @property
+    def open_loop(self) -> bool:
+        """Whether a clock sends the requests and sets the load, so that the service can fall behind."""
+        return self.load_field != "max_concurrency"
+
+    @property
     def budgets(self) -> list[float]:
-        """Values of gpu_memory_utilization, ascending."""
-        return sorted({cell.gpu_memory_utilization for cell in self.cells})
+        """Values of gpu_memory_utilization, the largest first."""
+        return sorted({cell.gpu_memory_utilization for cell in self.cells}, reverse=True)
 
     @property
     def trees(self) -> list[str]:
         """Draft trees by number of rows, without "no draft" unless that is all there is."""
-        return [tree for tree in self.all_trees if tree not in self._undrafted] or self.all_trees
+        return [tree for tree in self.all_trees if tree not in self.undrafted] or self.all_trees
 
     @property
     def all_trees(self) -> list[str]:
@@ -132,7 +190,8 @@ class Group:
         return sorted(rows, key=lambda tree: (rows[tree], tree))
 
     @property
-    def _undrafted(self) -> set[str]:
+    def undrafted(self) -> set[str]:
+        """The names that plain decoding goes by."""
         return {cell.tree for cell in self.cells if cell.num_rows == 1}
 
     @property
@@ -258,7 +317,7 @@ def _cell(path: Path, number: int, row: Mapping[str, str | None], readers: Mappi
         try:
             values[name] = reader(text)
         except ValueError:
-            raise UsageError(f"{path} line {number}: {name} is '{text}', which is no {_WANTED[reader]}") from None
+            raise UsageError(f"{path} line {number}: {name} must be {_WANTED[reader]}, not '{text}'") from None
     return Cell(**values)
 
 
@@ -298,9 +357,9 @@ _READERS: dict[Any, Callable[[str], Any]] = {
     int | None: _maybe_integer,
 }
 _WANTED: dict[Any, str] = {
-    _integer: "whole number",
-    _number: "number",
-    _maybe_number: "number",
-    _maybe_integer: "whole number",
+    _integer: "a whole number",
+    _number: "a number",
+    _maybe_number: "a number",
+    _maybe_integer: "a whole number",
     _boolean: "true or false",
 }

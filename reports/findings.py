@@ -1,4 +1,4 @@
-"""The answers of a report in words: what is best at which load, why, where the knee lies, how sure that is.
+"""The reasons behind the answer in words: where storeall falls behind, why, where requests wait, what trees do.
 
 Each function takes a group of cells and returns plain sentences; nothing is claimed that the cells do not say.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from reports.answers import BASELINE, TIE, Best, all_best, knees, shares
+from reports.accuracy import CLEAR_TEXT, TIE, TIE_TEXT
+from reports.answers import BASELINE, Best, Mark, all_best, headline, knees, largest_gain
 from reports.data import Cell, Group
+from reports.lead import BUDGET, point, with_tree
 from reports.text import (
     counted,
+    latencies,
     listing,
     load_phrase,
-    milliseconds,
     number,
     percent,
     plain,
@@ -23,26 +25,6 @@ from reports.text import (
     significant,
 )
 
-BUDGET = "gpu_memory_utilization"
-
-
-def lead(group: Group) -> str:
-    """The answer in a few sentences."""
-    points = all_best(group)
-    if not points:
-        return "No cell finished a request: there is nothing to compare."
-    if len(group.methods) == 1:
-        return _one_method(group, points)
-    if not any(best.baseline for best in points):
-        return _without_baseline(points)
-    gains = [best for best in points if best.beats_baseline]
-    if not gains:
-        return (
-            f"Output throughput does not decide: no method is ahead of {BASELINE} by more than 2 % at any of the "
-            f"{counted(len(points), 'point')} of load and memory budget. Choose by memory and latency."
-        )
-    return " ".join(text for text in (_peak_gain(group, gains), _gain_begins(group, points)) if text)
-
 
 def findings(group: Group, modelled: Sequence[str] = ()) -> list[tuple[str, str]]:
     """The reasons behind the answer as (heading, text), most important first; empty ones are left out.
@@ -50,206 +32,132 @@ def findings(group: Group, modelled: Sequence[str] = ()) -> list[tuple[str, str]
     `modelled` names the parts of a step whose cost is modelled, not measured.
     """
     points = all_best(group)
-    compared = [best for best in points if best.beats_baseline]
-    peak = max(compared, key=lambda best: best.gain, default=None)
+    head = headline(group, points)
+    explained = head if head is not None and head.beats_baseline else largest_gain(points)
     found: list[tuple[str, str]] = []
     if len(group.methods) > 1 and len(group.loads) > 1:
         found.append(("By load", _by_load(group, points)))
-    if peak is not None and peak.baseline is not None:
-        found.append(("Why", _why(group, peak, peak.baseline)))
-        found.append(("Latency", _latency(peak.top, peak.baseline)))
-    found.append(("Knee", _knee(group, points)))
-    found.append(("Tree width", _tree_width(group, points, peak)))
+    if explained is not None and explained.baseline is not None:
+        found.append(("Why", _why(group, explained, explained.baseline)))
+        found.append(("Latency", _latency(group, explained, explained.baseline)))
+    found.append(("Knee", _knee(group)))
+    found.append(("Tree width", _tree_width(group, head)))
     found.append(("Memory", _memory(group)))
-    found.append(("Rejected", _rejected(group)))
-    found.append(("Confidence", _confidence(group, modelled)))
+    found.append(("Not finished", _dead(group)))
+    found.append(("Step costs", _step_costs(group, modelled)))
     return [(heading, text) for heading, text in found if text]
 
 
-def _one_method(group: Group, points: list[Best]) -> str:
-    best = max(points, key=lambda each: each.top.output_throughput)
-    text = (
-        f"{best.top.state_method}{_with_tree(best.top)} reaches {significant(best.top.output_throughput)} output "
-        f"tokens/s at {_point(group, best)}."
-    )
-    if len(group.cells) == 1:
-        return f"One cell was run: {text} There is nothing to compare it with."
-    return f"Only {best.top.state_method} was run: {text}"
-
-
-def _without_baseline(points: list[Best]) -> str:
-    leader, count = shares(points)[0]
-    where = "all" if count == len(points) else f"{count} of"
-    return (
-        f"{leader} is best, or within 2 % of the best, at {where} {counted(len(points), 'point')} of load and "
-        f"memory budget. {BASELINE} was not run, so there are no ratios to it."
-    )
-
-
-def _peak_gain(group: Group, gains: list[Best]) -> str:
-    """The largest gain, and who leads wherever storeall is beaten."""
-    peak = max(gains, key=lambda best: best.gain)
-    tied = [cell.state_method for cell in peak.winners[1:]]
-    text = (
-        f"{peak.top.state_method}{_with_tree(peak.top)} gains most: {ratio(peak.gain)} the output tokens/s of "
-        f"{BASELINE} at {_point(group, peak)}{f' ({listing(tied)} within 2 %)' if tied else ''}."
-    )
-    if len(gains) > 1:
-        leader, count = shares(gains)[0]
-        name = "It" if leader == peak.top.state_method else leader
-        where = "all" if count == len(gains) else f"{count} of the"
-        text += (
-            f" {name} is best, or within 2 % of the best, at {where} {len(gains)} points of load and memory budget "
-            f"where {BASELINE} is more than 2 % behind."
-        )
-    return text
-
-
-def _gain_begins(group: Group, points: list[Best]) -> str:
-    """From which load on storeall is beaten; memory budgets with the same load are named together."""
-    if group.load_field == "none":
+def _by_load(group: Group, points: Sequence[Best]) -> str:
+    """One line per memory budget: from which load on storeall is clearly behind."""
+    if not any(best.baseline for best in points):
         return ""
-    starts: dict[str, list[str]] = {}
-    for budget in group.budgets:
-        mine = [best for best in points if best.budget == budget]
-        ahead = [best.load for best in mine if best.beats_baseline]
-        steady = bool(ahead) and all(best.beats_baseline for best in mine if best.load >= ahead[0])
-        text = "at no load"
-        if ahead:
-            first = load_phrase(group.load_field, ahead[0])
-            loads = listing([plain(load) for load in ahead])
-            text = f"from {first} on" if steady else f"at a load of {loads} only"
-        starts.setdefault(text, []).append(plain(budget))
-    clauses = [
-        f"{text} at {BUDGET + ' ' if position == 0 else ''}{listing(budgets)}"
-        for position, (text, budgets) in enumerate(starts.items())
-    ]
-    quiet = sum(1 for best in points if not best.beats_baseline)
-    tail = (
-        f" At the other {counted(quiet, 'point')} no method is ahead of {BASELINE} by more than 2 %." if quiet else ""
-    )
-    return f"That is {', '.join(clauses)}.{tail}"
-
-
-def _by_load(group: Group, points: list[Best]) -> str:
-    """One line per memory budget: ranges of load with the same best configuration."""
     lines = []
     for budget in group.budgets:
-        ranges: list[list[Best]] = []
-        for best in points:
-            if best.budget != budget:
-                continue
-            if ranges and _verdict(ranges[-1][-1]) == _verdict(best):
-                ranges[-1].append(best)
-            else:
-                ranges.append([best])
-        if ranges:
-            lines.append(f"{BUDGET} {plain(budget)}, load {'; '.join(_range_text(part) for part in ranges)}.")
-    return "\n".join(lines)
-
-
-def _verdict(best: Best) -> tuple[str, str] | None:
-    """What a range of loads has in common: method and tree, or None where storeall is as good."""
-    return None if best.has(BASELINE) else (best.top.state_method, best.top.tree)
-
-
-def _range_text(part: list[Best]) -> str:
-    """`64 to 256: treelog with tree 1,1,1, 1.10x to 1.60x (treewy within 2 % at 1 of 3 loads)`."""
-    loads = plain(part[0].load) if len(part) == 1 else f"{plain(part[0].load)} to {plain(part[-1].load)}"
-    if _verdict(part[0]) is None:
-        others = _tied_methods(part, BASELINE)
-        return f"{loads}: {BASELINE}, {'tied with ' + listing(others) if others else 'ahead of the others'}"
-    top = part[0].top
-    gains = [best.gain for best in part if math.isfinite(best.gain)]
-    text = f"{loads}: {top.state_method}{_with_tree(top)}"
-    if gains:
-        low, high = ratio(min(gains)), ratio(max(gains))
-        text += f", {low}" if low == high else f", {low} to {high}"
-    others = _tied_methods(part, top.state_method)
-    return f"{text} ({listing(others)} within 2 %)" if others else text
-
-
-def _tied_methods(part: list[Best], leader: str) -> list[str]:
-    """Methods tied with the leader at all loads of a range, or at how many."""
-    counts = {name: count for name, count in shares(part) if name != leader}
-    return [
-        name if count == len(part) else f"{name} at {count} of {counted(len(part), 'load')}"
-        for name, count in counts.items()
-    ]
-
-
-def _why(group: Group, peak: Best, base: Cell) -> str:
-    """Batch, step and acceptance at the point of the largest gain, against storeall's best tree there."""
-    top = peak.top
-    batch = quotient(top.mean_running, base.mean_running)
-    step = quotient(top.mean_step_ms, base.mean_step_ms)
-    accepted = quotient(top.acceptance_length, base.acceptance_length)
-    more = batch > 1 + TIE
-    parts = [f"At {_point(group, peak)},"]
-    if more:
-        parts.append(f"{BASELINE} {'is memory bound' if base.memory_bound else 'runs fewer requests at once'}:")
-        held = [quotient(cell.peak_kv_gib, cell.peak_running) for cell in (base, top)]
-        if all(math.isfinite(value) for value in held):
-            parts.append(
-                f"at the peak a running request holds {significant(held[0], 2)} GiB, with {top.state_method} "
-                f"{significant(held[1], 2)} GiB, so"
-            )
-        parts.append(
-            f"{significant(top.mean_running)} requests run at once on average instead of "
-            f"{significant(base.mean_running)} ({ratio(batch)})."
-        )
+        mine = [best for best in points if best.budget == budget]
+        clear = [best.load for best in mine if best.clear]
+        if not clear:
+            text = "at no load"
+        elif all(best.clear for best in mine if best.load >= clear[0]):
+            text = load_phrase(group.load_field, clear[0])
+            text = f"from {text} on" if clear[0] < mine[-1].load else f"at {text}"
+        else:
+            text = f"at a load of {listing([plain(load) for load in clear])} only"
+        lines.append(f"{plain(budget)}: {text}")
+    if group.open_loop:
+        opening = f"{BASELINE} does not keep up, or its mean TPOT is more than {CLEAR_TEXT} longer than the best"
     else:
-        parts.append(
-            f"memory is not the reason: {significant(top.mean_running)} requests run at once on average, with "
-            f"{BASELINE} {significant(base.mean_running)}."
-        )
+        opening = f"{BASELINE} yields less than the best by more than {CLEAR_TEXT}"
+    return "\n".join([f"{opening}, by {BUDGET}:", *lines])
+
+
+def _why(group: Group, best: Best, base: Cell) -> str:
+    """Limit, batch, step and acceptance at one point, against storeall's best tree there."""
+    top = best.top
+    parts = [_fallen(base) if group.open_loop else _batch(top, base)]
+    step = quotient(top.mean_step_ms, base.mean_step_ms)
     if math.isfinite(step):
+        more = quotient(top.mean_running, base.mean_running) > 1 + TIE and not group.open_loop
         length = "longer" if step > 1 + TIE else "shorter" if step < 1 - TIE else "as long"
         cause = ", for it carries more requests" if more and step > 1 + TIE else ""
         steps = f"{number(top.mean_step_ms, 1)} ms against {number(base.mean_step_ms, 1)} ms"
-        parts.append(f"The mean step is {length}{cause}: {steps}.")
-    if abs(accepted - 1) > TIE:
+        parts.append(f"The mean step of {top.state_method} is {length}{cause}: {steps}.")
+    if abs(quotient(top.step_tokens, base.step_tokens) - 1) > TIE:
         parts.append(
-            f"A step yields {number(top.acceptance_length, 2)} tokens per request{_with_tree(top)}, "
-            f"{number(base.acceptance_length, 2)}{_with_tree(base)} of {BASELINE}."
+            f"A step yields {number(top.step_tokens, 2)} tokens per request{with_tree(top)}, "
+            f"{number(base.step_tokens, 2)}{with_tree(base)} of {BASELINE}."
         )
-    return " ".join(parts)
+    told = " ".join(part for part in parts if part)
+    return f"At {point(group, best)}, {told[0].lower()}{told[1:]}" if told else ""
 
 
-def _latency(top: Cell, base: Cell) -> str:
+def _batch(top: Cell, base: Cell) -> str:
+    """Closed loop: how many requests run at once, and whether memory is the reason."""
+    batch = quotient(top.mean_running, base.mean_running)
+    if not batch > 1 + TIE:
+        return (
+            f"memory is not the reason, {significant(top.mean_running)} requests run at once on average, with "
+            f"{BASELINE} {significant(base.mean_running)}."
+        )
+    cause = "runs fewer requests at once" if base.limit == "none" else f"is limited by {base.limit}"
+    held = [quotient(cell.peak_kv_gib, cell.peak_running) for cell in (base, top)]
+    holds = ""
+    if all(math.isfinite(value) for value in held):
+        holds = (
+            f" A running request of {BASELINE} holds {significant(held[0], 2)} GiB at the peak, with "
+            f"{top.state_method} {significant(held[1], 2)} GiB, records included."
+        )
     return (
-        f"At the same point p99 TTFT is {milliseconds(top.p99_ttft_ms)}, with {BASELINE} "
-        f"{milliseconds(base.p99_ttft_ms)}; mean TPOT is {milliseconds(top.mean_tpot_ms)}, with {BASELINE} "
-        f"{milliseconds(base.mean_tpot_ms)}."
+        f"{BASELINE} {cause}: {significant(base.mean_running)} requests run at once on average, with "
+        f"{top.state_method} {significant(top.mean_running)} ({ratio(batch)}).{holds}"
     )
 
 
-def _knee(group: Group, points: list[Best]) -> str:
-    """Where storeall and the leading methods become memory bound, with the narrowest tree."""
-    if group.load_field == "none" or not points:
+def _fallen(base: Cell) -> str:
+    """Open loop: what keeps storeall from keeping up."""
+    if not base.saturated:
         return ""
-    leaders = {name for name, _ in shares(points)[:2]} | {BASELINE}
-    clauses = []
-    for knee in knees(group):
-        if knee.tree != group.trees[0] or knee.state_method not in leaders:
-            continue
-        marks = [
-            f"{plain(load) if load is not None else f'not up to {plain(knee.highest[budget])}'} ({plain(budget)})"
-            for budget, load in knee.loads.items()
-        ]
-        clauses.append(f"{knee.state_method} {', '.join(marks)}")
-    unit = "concurrency" if group.load_field == "max_concurrency" else "request rate"
+    return f"{BASELINE} does not keep up; what keeps its requests waiting is {base.limit}."
+
+
+def _latency(group: Group, best: Best, base: Cell) -> str:
+    if best.by_latency and base.saturated:
+        return ""  # the queue of a saturated service grows with the run: its latencies say nothing
+    top = best.top
+    first = latencies(top.p99_ttft_ms, base.p99_ttft_ms)
+    later = latencies(top.mean_tpot_ms, base.mean_tpot_ms)
     return (
-        f"Lowest {unit} at which requests wait for memory with tree {group.trees[0]}, {BUDGET} in brackets: "
-        f"{'; '.join(clauses)}."
-        if clauses
-        else ""
+        f"At the same point p99 TTFT is {first[0]} with {top.state_method}, {first[1]} with {BASELINE}. "
+        f"Mean TPOT is {later[0]} and {later[1]}."
     )
 
 
-def _tree_width(group: Group, points: list[Best], peak: Best | None) -> str:
-    """What wider trees do to the fastest method that was run with several, at the point of the largest gain."""
-    where = peak or max(points, key=lambda best: (best.load, best.budget), default=None)
+def _knee(group: Group) -> str:
+    """What every method does at the largest memory budget with the narrowest tree; methods that agree in one clause."""
+    if group.load_field == "none":
+        return ""
+    budget, clauses = group.budgets[0], dict[str, list[str]]()
+    for knee in knees(group):
+        if knee.tree in (group.trees[0], *group.undrafted) and budget in knee.marks:
+            clauses.setdefault(_reach(group, knee.marks[budget]), []).append(knee.state_method)
+    if not clauses:
+        return ""
+    told = "; ".join(f"{listing(names)} {text}" for text, names in clauses.items())
+    what = "Highest rate that was run and is sustained" if group.open_loop else "Load at which requests begin to wait"
+    return f"{what}, tree {group.trees[0]}, {BUDGET} {plain(budget)}: {told}."
+
+
+def _reach(group: Group, mark: Mark) -> str:
+    """`256 (memory)`, `not up to 256`; open loop `12 (then memory)`, `all`."""
+    if not group.open_loop:
+        return f"not up to {plain(mark.highest)}" if mark.load is None else f"{plain(mark.load)} ({mark.limit})"
+    if mark.load is None:
+        return f"none, not even {plain(mark.lowest)} ({mark.limit})"
+    return f"{plain(mark.load)}, the highest run" if mark.limit == "none" else f"{plain(mark.load)} (then {mark.limit})"
+
+
+def _tree_width(group: Group, where: Best | None) -> str:
+    """What wider trees do to the best method that was run with several, at the headline's point."""
     if where is None:
         return ""
     by_method: dict[str, list[Cell]] = {}
@@ -259,77 +167,86 @@ def _tree_width(group: Group, points: list[Best], peak: Best | None) -> str:
     several = [cells for cells in by_method.values() if len(cells) > 1]
     if not several:
         return ""
-    cells = sorted(max(several, key=lambda each: max(c.output_throughput for c in each)), key=lambda c: c.num_rows)
-    shown = [
-        f"tree {cell.tree} {significant(cell.output_throughput)} tokens/s at {number(cell.acceptance_length, 2)} "
-        "tokens a step"
-        for cell in cells
-    ]
+    fastest = min(several, key=lambda each: min(_cost(group, cell) for cell in each))
+    cells = sorted(fastest, key=lambda cell: cell.num_rows)
+    shown = "; ".join(f"tree {cell.tree} {_speed(group, cell)}" for cell in cells)
     wide, all_points = _wide_tree_points(group, cells[0].state_method, cells[0].tree)
     verdict = "at no point" if wide == 0 else f"at {wide} of {counted(all_points, 'point')}"
+    gain = f"{TIE_TEXT} {'shorter mean TPOT' if group.open_loop else 'more throughput'}"
     return (
-        f"{cells[0].state_method} at {_point(group, where)}: {'; '.join(shown)}. A tree wider than {cells[0].tree} "
-        f"gives it more than 2 % more throughput {verdict} of load and memory budget."
+        f"{cells[0].state_method} at {point(group, where)}: {shown}. A tree wider than {cells[0].tree} gives it more "
+        f"than {gain} {verdict} of load and memory budget."
     )
 
 
+def _speed(group: Group, cell: Cell) -> str:
+    tokens = f"{number(cell.step_tokens, 2)} tokens a step"
+    if group.open_loop:
+        return f"{'does not keep up' if cell.saturated else latencies(cell.mean_tpot_ms)[0]} at {tokens}"
+    return f"{significant(cell.output_throughput)} tokens/s at {tokens}"
+
+
+def _cost(group: Group, cell: Cell) -> float:
+    """What the ranking keeps low: mean TPOT of what keeps up, or the time per token of the whole service."""
+    if not group.open_loop:
+        return 1 / cell.output_throughput
+    return math.inf if cell.saturated or not math.isfinite(cell.mean_tpot_ms) else cell.mean_tpot_ms
+
+
 def _wide_tree_points(group: Group, method: str, narrow: str) -> tuple[int, int]:
-    """Points at which some wider tree beats the narrow one by more than a tie, and all points with both."""
+    """Points at which some wider tree beats the narrow one by more than a tie, and all points with both.
+
+    In an open loop points that no tree sustains are left out.
+    """
     wins = total = 0
     for budget in group.budgets:
         for load in group.loads:
             mine = [c for c in group.at(budget, load) if c.state_method == method and c.usable]
-            base = [c.output_throughput for c in mine if c.tree == narrow]
-            wider = [c.output_throughput for c in mine if c.tree != narrow]
-            if base and wider:
+            base = [_cost(group, c) for c in mine if c.tree == narrow]
+            wider = [_cost(group, c) for c in mine if c.tree != narrow]
+            if base and wider and math.isfinite(min(*base, *wider)):
                 total += 1
-                wins += max(wider) > (1 + TIE) * base[0]
+                wins += base[0] > (1 + TIE) * min(wider)
     return wins, total
 
 
 def _memory(group: Group) -> str:
-    """Peak KV of storeall over that of other methods where storeall has memory to spare, same tree."""
+    """Peak blocks of storeall over those of other methods where storeall has memory to spare, and their records."""
     spans: dict[str, list[float]] = {}
+    records: dict[str, float] = {}
     for cell in group.cells:
         base = group.find(BASELINE, cell.tree, cell.gpu_memory_utilization, group.load(cell))
         if base is None or base.memory_bound or cell.state_method == BASELINE or cell.tree != group.trees[0]:
             continue
-        saved = quotient(base.peak_kv_gib, cell.peak_kv_gib)
+        saved = quotient(base.blocks_gib, cell.blocks_gib)
         if math.isfinite(saved):
             spans.setdefault(cell.state_method, []).append(saved)
-    texts = []
+            records[cell.state_method] = cell.reserved_records_gib
+    texts: dict[str, list[str]] = {}
     for method in group.methods:
         if values := spans.get(method):
-            low, high = number(min(values), 2), number(max(values), 2)
-            texts.append(f"{method} {low}x" if low == high else f"{method} {low}x to {high}x")
+            low, high = ratio(min(values)), ratio(max(values))
+            texts.setdefault(low if low == high else f"{low} to {high}", []).append(method)
     if not texts:
         return ""
+    told = "; ".join(f"{listing(methods)} {text}" for text, methods in texts.items())
+    reserved = [f"{method} {significant(records[method], 2)} GiB" for method in records if records[method] > 0]
+    beside = f" Beside the pool records are reserved whatever runs: {listing(reserved)}." if reserved else ""
     return (
-        f"Where {BASELINE} has memory to spare with tree {group.trees[0]}, it holds this much more peak KV memory "
-        f"than the method at the same load: {listing(texts)}. There the saving lets no more requests run."
+        f"Where {BASELINE} has memory to spare with tree {group.trees[0]}, it holds this many times the blocks of the "
+        f"method at the same load: {told}. There the saving lets no more requests run.{beside}"
     )
 
 
-def _rejected(group: Group) -> str:
-    rejected = [cell for cell in group.cells if cell.rejected > 0]
-    dead = [cell for cell in group.cells if not cell.usable]
+def _dead(group: Group) -> str:
+    dead = sum(1 for cell in group.cells if not cell.usable)
+    return f"{counted(dead, 'cell')} finished no request and {'is' if dead == 1 else 'are'} not ranked." if dead else ""
+
+
+def _step_costs(group: Group, modelled: Sequence[str]) -> str:
     parts = []
-    if rejected:
-        worst = max(rejected, key=lambda cell: cell.rejected)
-        parts.append(
-            f"{counted(len(rejected), 'cell')} of {number(len(group.cells))} rejected requests (up to "
-            f"{number(worst.rejected)} of {number(worst.num_requests)}); figures count the others only."
-        )
-    if dead:
-        verb = "is" if len(dead) == 1 else "are"
-        parts.append(f"{counted(len(dead), 'cell')} finished no request and {verb} not ranked.")
-    return " ".join(parts)
-
-
-def _confidence(group: Group, modelled: Sequence[str]) -> str:
-    parts = ["Simulated, not measured on a service."]
     if modelled:
-        parts.append(f"Step costs that are modelled, not timed: {listing(list(modelled))}.")
+        parts.append(f"Modelled, not timed: {listing(list(modelled))}.")
     elif any(cell.modelled for cell in group.cells):
         parts.append("Some step costs, such as those of the recurrent state, are modelled, not timed.")
     beyond = [cell for cell in group.cells if cell.extrapolated]
@@ -343,11 +260,3 @@ def _confidence(group: Group, modelled: Sequence[str]) -> str:
     else:
         parts.append("No step lies outside the measured tables.")
     return " ".join(parts)
-
-
-def _with_tree(cell: Cell) -> str:
-    return f" with tree {cell.tree}" if cell.num_rows > 1 else ""
-
-
-def _point(group: Group, best: Best) -> str:
-    return f"{load_phrase(group.load_field, best.load)}, {BUDGET} {plain(best.budget)}"

@@ -22,26 +22,28 @@ import yaml
 from markupsafe import Markup
 
 from lab.methods import METHODS
+from reports.accuracy import CONFIDENCE, TIE_TEXT
 from reports.charts import Figure, cell_rows, figures
 from reports.data import Cell, Group, Run, load_run, sort_methods
-from reports.findings import findings, lead
-from reports.ledgers import LedgerEntry, group_ledgers, ledger_rows, ledger_titles, pool_rows
+from reports.findings import findings
+from reports.lead import caveats, lead
+from reports.ledgers import LedgerEntry, group_ledgers, ledger_rows, ledger_titles, limit_rows
+from reports.metrics import first_burst
 from reports.palette import METHOD_DASHES, method_colours
-from reports.tables import (
-    RATIO_COLUMNS,
-    best_rows,
-    cell_table,
+from reports.sources import (
+    cycled,
     extrapolation_rows,
     facts,
-    knee_rows,
-    ledger_table,
     modelled_terms,
-    ratio_bodies,
+    operator_tables,
+    settings,
+    skipped,
     skipped_rows,
     step_cost_rows,
     union_table,
     workloads,
 )
+from reports.tables import CELL_COLUMNS, RATIO_COLUMNS, best_rows, cell_table, knee_rows, ledger_table, ratio_bodies
 from reports.text import LOAD_TITLES, counted, plain
 
 #: Cells of one group that the page lists; summary.csv holds all.
@@ -58,6 +60,8 @@ class Section:
     ledgers: Sequence[LedgerEntry]
     budget: float
     tree: str
+    lead: str
+    caveats: Sequence[str]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -94,6 +98,9 @@ def render(run: Run) -> str:
             modelled=modelled_terms(run),
             workloads=workloads(run),
             extrapolation=extrapolation_rows(run),
+            cycled=cycled(run),
+            settings=settings(run),
+            operator_tables=operator_tables(run),
             max_listed=MAX_LISTED_CELLS,
             scenario=_scenario(run),
             seeds=_seeds(run),
@@ -108,14 +115,15 @@ def render(run: Run) -> str:
 
 def _section(run: Run, number: int, group: Group) -> Section:
     entries = group_ledgers(run, group)
-    budgets = group.budgets
     return Section(
         f"group-{number + 1}",
         group,
         figures(group, entries),
         entries,
-        budgets[len(budgets) // 2],
+        group.budgets[0],
         group.trees[0],
+        lead(group),
+        caveats(run, group),
     )
 
 
@@ -127,7 +135,7 @@ def _page_data(sections: Sequence[Section]) -> dict[str, Any]:
             "budget": section.budget,
             "data": {
                 "cells": cell_rows(section.group),
-                "pools": pool_rows(section.ledgers),
+                "limits": limit_rows(section.ledgers, section.group),
                 "ledgers": ledger_rows(section.ledgers),
             },
             "specs": {figure.key: [panel.spec for panel in figure.panels] for figure in section.figures},
@@ -138,18 +146,18 @@ def _page_data(sections: Sequence[Section]) -> dict[str, Any]:
 
 def _summary(run: Run) -> str:
     """One sentence on what was run."""
-    skipped = len(run.entries("skipped"))
+    missing = len(skipped(run))
     cells: list[Cell] = run.cells
     if not cells:
         tail = (
-            f"{counted(skipped, 'combination')} skipped, for the reasons below." if skipped else "The sweep was empty."
+            f"{counted(missing, 'combination')} skipped, for the reasons below." if missing else "The sweep was empty."
         )
         return f"No cell was run. {tail[0].upper()}{tail[1:]}"
     requests = sum(cell.completed for cell in cells)
+    warm = any(cell.num_warmup_requests for cell in cells)
     text = f"{counted(len(cells), 'cell')} simulated, {counted(requests, 'request')} finished"
-    rejected = sum(cell.rejected for cell in cells)
-    text += f", {counted(rejected, 'request')} rejected" if rejected else ""
-    return f"{text}; {counted(skipped, 'combination')} skipped." if skipped else f"{text}."
+    text += ", warm-up not counted" if warm else ""
+    return f"{text}; {counted(missing, 'combination')} skipped." if missing else f"{text}."
 
 
 def _subtitle(run: Run) -> str:
@@ -187,7 +195,10 @@ def _environment() -> jinja2.Environment:
         "cell_table": cell_table,
         "findings": findings,
         "counted": counted,
-        "lead": lead,
+        "first_burst": first_burst,
+        "CELL_COLUMNS": CELL_COLUMNS,
+        "CONFIDENCE": CONFIDENCE,
+        "TIE": TIE_TEXT,
         "LOAD_TITLES": LOAD_TITLES,
         "RATIO_COLUMNS": RATIO_COLUMNS,
     }

@@ -93,13 +93,18 @@ def ledger_titles(entries: Sequence[LedgerEntry]) -> dict[str, tuple[str, str]]:
     return {name: ledger_line(name, number) for number, name in enumerate(names)}
 
 
-def pool_rows(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
-    """What requests can hold per tree and budget, the most of all methods, for the chart of peak memory."""
-    sizes: dict[tuple[str, float], int] = {}
-    for entry in entries:
-        key = entry.tree, entry.gpu_memory_utilization
-        sizes[key] = max(sizes.get(key, 0), entry.request_bytes)
-    return [{"tree": tree, "budget": budget, "pool_gib": size / GIB} for (tree, budget), size in sizes.items()]
+def limit_rows(entries: Sequence[LedgerEntry], group: Group) -> list[dict[str, Any]]:
+    """What requests of each method can hold per tree and budget, pool and records, for the chart of peak memory."""
+    return [
+        {
+            "state_method": entry.state_method,
+            "tree": entry.tree,
+            "drafted": entry.tree not in group.undrafted,
+            "budget": entry.gpu_memory_utilization,
+            "limit_gib": entry.request_bytes / GIB,
+        }
+        for entry in entries
+    ]
 
 
 def _entry(raw: Mapping[str, Any]) -> LedgerEntry:

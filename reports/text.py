@@ -43,16 +43,15 @@ def percent(share: float | None) -> str:
     if share is None or not math.isfinite(share):
         return DASH
     if 0 < share < 0.001:
-        return "< 0.1 %"
-    return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
+        return "< 0.1\N{NO-BREAK SPACE}%"
+    return f"{100 * share:.{1 if 0 < share < 0.1 else 0}f}\N{NO-BREAK SPACE}%"
 
 
-def milliseconds(value: float | None) -> str:
-    """A latency in ms, or in s from ten seconds on."""
-    if value is not None and math.isfinite(value) and value >= 10_000:
-        return f"{significant(value / 1000)} s"
-    text = significant(value)
-    return text if text == DASH else f"{text} ms"
+def latencies(*values: float) -> list[str]:
+    """Latencies given in ms, all in one unit: ms, or s when one of them reaches ten seconds."""
+    known = [value for value in values if math.isfinite(value)]
+    scale, unit = (1000, "s") if known and max(known) >= 10_000 else (1, "ms")
+    return [f"{significant(value / scale)} {unit}" if math.isfinite(value) else DASH for value in values]
 
 
 def quotient(above: float | None, below: float | None) -> float:

@@ -61,9 +61,19 @@ def verify_attention(
     )
 
 
+def pass_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows per request of the passes that draft a tree with `widths[d - 1]` drafts at depth d: those of depth d - 1."""
+    return (1, *widths)[: len(widths)]
+
+
 @lru_cache(maxsize=64)
-def decode_attention_cost(shape: ModelShape, gpu: str, tp: int, kv_dtype: str, rows: int) -> DecodeAttention:
-    """Attention of decoding requests with `rows` rows each, on the measured batches and lengths."""
+def decode_attention_cost(
+    shape: ModelShape, gpu: str, tp: int, kv_dtype: str, rows: int, widths: tuple[int, ...]
+) -> DecodeAttention:
+    """Attention of decoding requests with `rows` rows each, on the measured batches and lengths.
+
+    The passes that draft a tree with `widths[d - 1]` drafts at depth d each add one layer's attention of their rows.
+    """
     tables, heads = load_tables(gpu), AttentionHeads.of(shape, kv_dtype, tp)
     grid = tables.decode_grid(*heads)
     lengths = grid.lengths
@@ -73,8 +83,13 @@ def decode_attention_cost(shape: ModelShape, gpu: str, tp: int, kv_dtype: str, r
         lengths = np.concatenate((lengths, between))
     contexts = np.unique(np.maximum(lengths - rows, 0))
     found = verify_attention(tables, heads, grid.batches[:, None], contexts[None, :], rows)
-    latency = np.ascontiguousarray(shape.num_full_layers * found.latency_us)
-    return DecodeAttention(grid.batches, contexts, latency, np.ascontiguousarray(~found.extrapolated, dtype=np.float64))
+    latency_us, extrapolated = shape.num_full_layers * found.latency_us, found.extrapolated
+    for width in pass_widths(widths):
+        drafting = verify_attention(tables, heads, grid.batches[:, None], contexts[None, :], width)
+        latency_us = latency_us + drafting.latency_us
+        extrapolated = extrapolated | drafting.extrapolated
+    measured = np.ascontiguousarray(~extrapolated, dtype=np.float64)
+    return DecodeAttention(grid.batches, contexts, np.ascontiguousarray(latency_us), measured)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""The serving engine and its client as SimPy processes.
+"""The serving engine, a SimPy process, and the client that hands it requests.
 
 The engine runs a span of compiled steps (`simulator.step.advance`), then lets the simulated clock catch up; a span ends
 when the client must hand over more requests or a record buffer is full. The client hands over blocks of requests, each
@@ -16,7 +16,7 @@ import simpy
 
 from simulator.sampling import AcceptanceTables
 from simulator.scheduler import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
-from simulator.step import REQUEST, STEP, Records, advance
+from simulator.step import REQUEST, STEP, Records, advance, needs_backlog
 from simulator.stepcost import CostTables
 from simulator.workload import RequestBlock
 
@@ -60,15 +60,17 @@ class Engine:
     ) -> None:
         self.env = env
         self.config = config
-        self.client: Callable[[], bool] | None = None
+        self.client: Callable[[], bool] = lambda: False
         self._cost = cost
         self._acceptance = acceptance
         self._sink = sink
         settings = np.zeros(1, SETTINGS)
-        for field in set(SETTINGS.names or ()) & set(EngineConfig.__slots__):
+        for field in SETTINGS.names or ():
             settings[field] = getattr(config, field)
         state = np.zeros(1, STATE)
         state["free_blocks"] = config.num_blocks
+        state["backlog_low"] = config.max_num_seqs
+        state["last_offered_s"] = -np.inf
         self._queues = Queues(
             settings,
             state,
@@ -79,7 +81,9 @@ class Engine:
             np.zeros(0, np.int32),
         )
         size = max(buffer_records, 2 * config.max_num_seqs)
-        self._records = Records(np.zeros(buffer_records, STEP), np.zeros(size, REQUEST), np.zeros(size))
+        self._records = Records(
+            np.zeros(buffer_records, STEP), np.zeros(size, REQUEST), np.zeros(size), np.zeros(config.rows, np.int64)
+        )
         self._grow(2 * config.max_num_seqs)
         env.process(self._run())
 
@@ -87,6 +91,11 @@ class Engine:
     def state(self) -> Any:
         """The engine's counters, one record of `simulator.scheduler.STATE`."""
         return self._queues.state[0]
+
+    @property
+    def accepted_at(self) -> Any:
+        """`[rows]` verification rounds that accepted at least 1, 2, … drafts."""
+        return self._records.accepted_at
 
     @property
     def queues(self) -> Queues:
@@ -112,6 +121,7 @@ class Engine:
         tail = int(state["backlog_head"]) + int(state["num_backlog"])
         queues.backlog[(tail + np.arange(count)) % len(queues.backlog)] = chosen
         state["num_backlog"] += count
+        state["last_offered_s"] = block.arrival_s[-1]
 
     def flush(self) -> None:
         """Hand all buffered records to the sink."""
@@ -129,13 +139,14 @@ class Engine:
     def _run(self) -> Process:
         state = self.state
         while True:
-            while self.client is not None and state["num_backlog"] < self.config.max_num_seqs:
+            while needs_backlog(state):
                 if not self.client():
-                    self.client = None
-            state["backlog_low"] = self.config.max_num_seqs if self.client is not None else 0
+                    state["backlog_low"] = 0  # nothing is left to ask for
             if state["num_running"] + state["num_waiting"] + state["num_backlog"] == 0:
                 return
             advance(self._queues, self._cost, self._acceptance, self._records)
+            if state["stalled"]:
+                raise RuntimeError(f"engine step {state['num_steps']} at {state['now_s']:.3f} s could schedule nothing")
             self.flush()
             yield self.env.timeout(max(float(state["now_s"]) - self.env.now, 0.0))
 

@@ -15,9 +15,17 @@ from lab.methods.base import StateMethod
 from lab.profiles.system import load_system
 from lab.shapes import ModelShape, load_shape
 from lab.trees import DraftTree, parse_tree
-from lab.units import gib
+from lab.units import GIB, gib
 from simulator.memory import PoolLayout, kv_cache_tokens, max_concurrency, pool_layout, requested_bytes
 from simulator.scenario import EngineSettings, Scenario
+
+
+class TooManySeqsError(InfeasibleError):
+    """The engine refuses `max_num_seqs`; `viable` is the largest that it takes."""
+
+    def __init__(self, viable: int, message: str) -> None:
+        super().__init__(message)
+        self.viable = viable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +92,12 @@ class Ledger:
 
     def check_num_seqs(self, max_num_seqs: int) -> None:
         """Raise the engine's own refusal, with the number that works."""
-        if max_num_seqs > self.num_gpu_blocks:
-            raise InfeasibleError(
+        if max_num_seqs > self.max_viable_num_seqs:
+            raise TooManySeqsError(
+                self.max_viable_num_seqs,
                 f"max_num_seqs ({max_num_seqs}) exceeds available Mamba cache blocks ({self.num_gpu_blocks}); "
-                f"the largest viable max_num_seqs is {self.max_viable_num_seqs}"
+                f"the largest viable max_num_seqs is {self.max_viable_num_seqs}",
             )
-
-
-def kv_dtype(engine: EngineSettings) -> str:
-    """Storage type of the KV cache (`auto` is bf16)."""
-    return "bfloat16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
-
-
-def state_dtype(engine: EngineSettings, shape: ModelShape) -> str:
-    """Storage type of the recurrent state (`auto` is the checkpoint's)."""
-    return shape.mamba_ssm_dtype if engine.mamba_ssm_cache_dtype == "auto" else engine.mamba_ssm_cache_dtype
 
 
 def build_ledger(
@@ -117,15 +116,15 @@ def build_ledger(
     layout = pool_layout(
         shape,
         tp,
-        kv_dtype(engine),
-        state_dtype(engine, shape),
+        engine.kv_dtype,
+        engine.state_dtype(shape.mamba_ssm_dtype),
         method,
         tree,
         prefix_caching=engine.enable_prefix_caching,
     )
     before = {} if gpu is None else _lines_before_pool(shape, gpu, tp, engine, tree)
     total = 0 if gpu is None else load_system(gpu).memory_capacity_bytes
-    scratch = engine.max_num_seqs * layout.scratch_bytes_per_request
+    scratch = engine.num_seqs * layout.scratch_bytes_per_request
     available = engine.kv_cache_memory_bytes
     if available is None and gpu is not None:
         available = total - sum(before.values())
@@ -136,12 +135,16 @@ def build_ledger(
             "the pool's size is unknown: name a gpu, or give num_gpu_blocks_override or kv_cache_memory_bytes"
         )
     else:
-        blocks, source = (available - scratch) // layout.bytes_per_block, "estimated"
-        if blocks < 2:
-            raise InfeasibleError(_no_room(shape, gpu, tp, engine, available, scratch))
-    viable = blocks
-    if source == "estimated" and available is not None:
-        viable = max(available // (layout.bytes_per_block + layout.scratch_bytes_per_request), 0)
+        blocks, source = max(available - scratch, 0) // layout.bytes_per_block, "estimated"
+        if available < 2 * layout.bytes_per_block:
+            raise InfeasibleError(_no_room(shape, gpu, tp, engine, available))
+    viable = _viable_num_seqs(layout, engine.max_model_len, available) if source == "estimated" else blocks
+    if scratch and blocks < layout.blocks_per_request(engine.max_model_len) and 1 <= viable < engine.num_seqs:
+        raise TooManySeqsError(
+            viable,
+            f"max_num_seqs {engine.num_seqs} reserves {gib(scratch)} for the records of {method.name}, of "
+            f"{gib(available or 0)} for all; the largest viable max_num_seqs is {viable}",
+        )
     lines = before | _pool_lines(layout, blocks, engine.max_model_len) | {"method_scratch": scratch}
     slack = (total or available or sum(lines.values())) - sum(lines.values())
     if gpu is not None and (source == "override" or engine.kv_cache_memory_bytes is not None):
@@ -167,7 +170,7 @@ def scenario_ledger(scenario: Scenario) -> Ledger:
         get_method(scenario.speculation.state_method),
         scenario_tree(scenario),
     )
-    ledger.check_num_seqs(scenario.engine.max_num_seqs)
+    ledger.check_num_seqs(scenario.engine.num_seqs)
     ledger.check_fits()
     return ledger
 
@@ -185,10 +188,14 @@ def _lines_before_pool(shape: ModelShape, gpu: str, tp: int, engine: EngineSetti
     return {
         "outside_gpu_memory_utilization": total - requested_bytes(total, engine.gpu_memory_utilization),
         "weights": shape.weight_bytes(engine.weight_dtype, tp),
-        "drafter_weights": shape.mtp_weight_bytes(engine.weight_dtype, tp) if tree.num_drafts else 0,
-        "runtime_and_activations": system.other_memory_bytes,
+        "drafter_weights": shape.drafting_weight_bytes(engine.weight_dtype, tp) if tree.num_drafts else 0,
+        "runtime_and_activations": _runtime_bytes(engine, system.other_memory_bytes),
         "collectives": system.nccl_memory_bytes(tp) if tp > 1 else 0,
     }
+
+
+def _runtime_bytes(engine: EngineSettings, estimate: int) -> int:
+    return estimate if engine.runtime_and_activations_gib is None else round(engine.runtime_and_activations_gib * GIB)
 
 
 def _pool_lines(layout: PoolLayout, blocks: int, max_model_len: int) -> dict[str, int]:
@@ -214,12 +221,25 @@ def _pool_lines(layout: PoolLayout, blocks: int, max_model_len: int) -> dict[str
     return lines
 
 
-def _no_room(shape: ModelShape, gpu: str | None, tp: int, engine: EngineSettings, available: int, scratch: int) -> str:
-    where = f"on {gpu} at gpu_memory_utilization {engine.gpu_memory_utilization}" if gpu else "in kv_cache_memory_bytes"
-    need = f"{gib(max(available, 0))} is left for the pool"
-    if scratch:
-        need += f" and max_num_seqs {engine.max_num_seqs} reserves {gib(scratch)} of it for the method's records"
+def _viable_num_seqs(layout: PoolLayout, max_model_len: int, available: int | None) -> int:
+    """Most running requests whose records leave a block each, and room for one request of `max_model_len`."""
+    available = available or 0
+    viable = available // (layout.bytes_per_block + layout.scratch_bytes_per_request)
+    if layout.scratch_bytes_per_request:
+        rest = available - (layout.blocks_per_request(max_model_len) + 1) * layout.bytes_per_block
+        viable = min(viable, rest // layout.scratch_bytes_per_request)
+    return max(viable, 0)
+
+
+def _no_room(shape: ModelShape, gpu: str | None, tp: int, engine: EngineSettings, available: int) -> str:
+    if engine.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes = {engine.kv_cache_memory_bytes} is less than two blocks of the pool; give more"
+    where = f"on {gpu} at gpu_memory_utilization {engine.gpu_memory_utilization}"
+    left = f"{gib(available)} is left" if available >= 0 else f"{gib(-available)} is missing"
+    advice = "raise gpu_memory_utilization or tensor_parallel_size"
+    if engine.weight_dtype == "bf16":
+        advice += ", or use fp8 weights"
     return (
-        f"{shape.name} ({engine.weight_dtype} weights) with tensor_parallel_size {tp} does not fit {where}: {need}; "
-        "raise gpu_memory_utilization or tensor_parallel_size, lower max_num_seqs, or use fp8 weights"
+        f"{shape.name} ({engine.weight_dtype} weights) with tensor_parallel_size {tp} does not fit {where}: {left} for "
+        f"the pool; {advice}"
     )

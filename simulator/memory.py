@@ -79,12 +79,11 @@ def pool_layout(
     tree: DraftTree,
     *,
     prefix_caching: bool = False,
-    drafter: bool | None = None,
 ) -> PoolLayout:
     """Pool geometry; raises `UsageError` when TP does not divide the heads or the method cannot take the tree.
 
-    `drafter` says whether the model's own drafting layer joins the attention layers (default: when drafts are made and
-    the model has one). The convolution rows of a page count every draft, whatever the method.
+    The drafting layers join the attention layers when drafts are made. The convolution rows of a page count every
+    draft, whatever the method.
     """
     shape.check_tensor_parallel(tp)
     method.check_tree(tree)
@@ -94,17 +93,12 @@ def pool_layout(
     conv_bytes = shape.conv_bytes_layer(tp, extra_rows=drafts)
     align = MLA_BLOCK_TOKENS if shape.kv_lora_rank else KERNEL_BLOCK_TOKENS
     block = align * ceil_div(state_bytes + conv_bytes, align * token_bytes)
-    if drafter is None:
-        drafter = drafts > 0
-    drafter_layers = shape.mtp_num_hidden_layers if drafter else 0
+    drafter_layers = shape.drafting_layers if drafts else 0
     attention_layers = shape.num_full_layers + drafter_layers
     small, large = sorted((attention_layers, shape.num_linear_layers))
     group_size = large if large < 1.5 * small else small
     states = method.pool_states(tree)
-    heads = LayerHeads.of(shape, state_dtype, tp)
-    scratch = method.resident_bytes(heads, tree) - states * heads.state_bytes
-    if method.name == "storeall":
-        scratch = 0  # the engine's pool holds 1 + k slots; the committed state is one of them
+    scratch = method.pool_scratch_bytes(LayerHeads.of(shape, state_dtype, tp), tree)
     return PoolLayout(
         block_size_tokens=block,
         token_bytes_layer=token_bytes,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from lab.shapes import ModelShape, load_shape
 from lab.trees import DraftTree
 from lab.units import GIB
 from simulator.engine import Client, Engine, EngineConfig
-from simulator.ledger import Ledger, kv_dtype, scenario_ledger, scenario_tree, state_dtype
-from simulator.metrics import gap_metrics, request_metrics
+from simulator.ledger import Ledger, scenario_ledger, scenario_tree
+from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
 from simulator.sampling import build_tables
 from simulator.scenario import Scenario
@@ -29,7 +29,7 @@ from simulator.stepcost import StepCost, build_step_cost
 from simulator.workload import RequestBlock, length_limits, request_blocks
 
 #: A run is memory bound when the queue's head lacked blocks in more than this share of its steps, or on preemption.
-MEMORY_BOUND_SHARE = 0.01
+BOUND_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ def check(scenario: Scenario) -> CheckedCell:
     tree = scenario_tree(scenario)
     ledger = scenario_ledger(scenario)
     _check_workload(scenario, tree)
+    request_blocks(scenario.workload, scenario.seed)  # its own checks
     settings = scenario.speculation.acceptance
     acceptance = acceptance_from(
         preset=settings.preset,
@@ -99,40 +100,77 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
     writer = PartWriter(folder)
     engine = run_engine(cell, costs, request_blocks(cell.scenario.workload, cell.scenario.seed), writer)
     state = engine.state
-    requests = request_metrics(writer.parts("requests"))
-    later_tokens = int(requests["total_output_tokens"]) - int(requests["completed"])
+    requests = request_metrics(writer.parts("requests"), cell.scenario.workload.num_warmup_requests)
+    later_tokens = int(state["emitted_tokens"]) - int(state["num_finished"])
     gaps = gap_metrics(writer.parts("steps"), writer.parts("gaps_s"), later_tokens)
-    layout, blocks = cell.ledger.layout, cell.ledger.usable_blocks
-    steps, rounds, busy_s = int(state["num_steps"]), int(state["verify_rounds"]), float(state["busy_s"])
+    settings, layout, blocks = cell.scenario.engine, cell.ledger.layout, cell.ledger.usable_blocks
+    steps, rounds, span_s = int(state["num_steps"]), int(state["verify_rounds"]), float(state["now_s"]) or float("nan")
     peak_running, peak_blocks = int(state["peak_running"]), int(state["peak_blocks"])
     held_bytes = peak_blocks * layout.bytes_per_block + peak_running * layout.scratch_bytes_per_request
-    blocked = state["blocked_steps"] > MEMORY_BOUND_SHARE * steps
+    limits = {name: int(state[f"{name}_limited_steps"]) / max(steps, 1) for name in ("memory", "seqs", "budget")}
     return {
         **identity(cell),
-        "completed": requests["completed"],
-        "rejected": 0,
-        **_totals(requests),
+        **{name: value for name, value in requests.items() if not name.endswith("_ms")},
         **{name: value for name, value in requests.items() if name.endswith(("ttft_ms", "tpot_ms"))},
         **gaps,
-        **{name: value for name, value in requests.items() if name.endswith("e2el_ms")},
-        **{name: value for name, value in requests.items() if name in ("mean_queue_ms", "p99_queue_ms")},
-        "acceptance_length": 1 + int(state["accepted_drafts"]) / rounds if rounds else 1.0,
+        **{name: value for name, value in requests.items() if name.endswith(("e2el_ms", "queue_ms"))},
+        **_speculation(cell.tree, rounds, engine.accepted_at, later_tokens),
         "num_steps": steps,
-        "mean_step_ms": busy_s / steps * 1e3 if steps else float("nan"),
+        "mean_step_ms": float(state["busy_s"]) / steps * 1e3 if steps else float("nan"),
         "peak_running": peak_running,
-        "mean_running": float(state["running_integral"]) / busy_s if steps else 0.0,
+        "mean_running": float(state["running_integral"]) / span_s,
         "peak_waiting": int(state["peak_waiting"]),
         "num_gpu_blocks": cell.ledger.num_gpu_blocks,
         "kv_cache_tokens": cell.ledger.kv_cache_tokens,
         "blocks_per_request": cell.ledger.blocks_per_request,
         "peak_kv_usage": peak_blocks / blocks,
         "peak_kv_gib": held_bytes / GIB,
-        "mean_kv_usage": float(state["blocks_integral"]) / busy_s / blocks if steps else 0.0,
+        "reserved_records_gib": settings.num_seqs * layout.scratch_bytes_per_request / GIB,
+        "mean_kv_usage": float(state["blocks_integral"]) / span_s / blocks,
         "num_preemptions": int(state["num_preemptions"]),
-        "memory_bound": bool(blocked or state["num_preemptions"] > 0),
+        "memory_bound": bool(limits["memory"] > BOUND_SHARE or state["num_preemptions"] > 0),
+        **{f"{name}_limited_steps": share for name, share in limits.items()},
+        "saturated": _saturated(cell.scenario, writer.parts("requests")),
         "modelled": any(source.startswith("modelled") for source in costs.sources.values()),
         "extrapolated": bool(state["extrapolated_steps"] > 0),
         "extrapolated_steps": int(state["extrapolated_steps"]) / steps if steps else 0.0,
+    }
+
+
+def _saturated(scenario: Scenario, parts: Sequence[Path]) -> bool:
+    """Whether an open loop sends faster than the service can answer.
+
+    Compares the mean time in the engine's queue over the last quarter of the requests with that over the second
+    quarter: a queue that grows by half and exceeds a second is not a random swing. A closed loop cannot outrun itself.
+    """
+    if scenario.workload.arrivals == "closed-loop":
+        return False
+    count = scenario.workload.num_requests
+    early = mean_queue_s(parts, count // 4, count // 2)
+    late = mean_queue_s(parts, 3 * count // 4, count)
+    return late > max(1.0, 1.5 * early)
+
+
+def _speculation(tree: DraftTree, rounds: int, accepted_at: Any, later_tokens: int) -> dict[str, Any]:
+    """What drafts brought: acceptance per verification round by vLLM's definitions, and tokens emitted per round.
+
+    The last round of a request is cut at its output length, so it emits fewer tokens than it accepted.
+    """
+    if not rounds:
+        nan = float("nan")
+        return {
+            "acceptance_length": 1.0,
+            "acceptance_rate": nan,
+            "per_position_acceptance_rates": "",
+            "tokens_per_round": nan,
+        }
+    at_depth = accepted_at[: tree.max_depth] / rounds
+    accepted = float(at_depth.sum())
+    return {
+        "acceptance_length": 1 + accepted,
+        "acceptance_rate": 100 * accepted / tree.num_drafts if tree.num_drafts else float("nan"),
+        "per_position_acceptance_rates": ";".join(f"{rate:.4f}" for rate in at_depth),
+        "tokens_per_round": later_tokens / rounds,
     }
 
 
@@ -149,7 +187,7 @@ def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock
             attention_groups=layout.attention_groups,
             state_blocks=layout.state_blocks_per_request,
             rows=cell.tree.num_rows,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=settings.max_model_len,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
@@ -167,32 +205,19 @@ def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock
     return engine
 
 
-def _totals(requests: dict[str, float]) -> dict[str, float]:
-    """Totals and rates of a run, in the order of `summary.csv`."""
-    names = (
-        "duration_s",
-        "total_input_tokens",
-        "total_output_tokens",
-        "request_throughput",
-        "output_throughput",
-        "total_token_throughput",
-    )
-    return {name: requests[name] for name in names}
-
-
 def _check_workload(scenario: Scenario, tree: DraftTree) -> None:
-    """Every request must fit `max_model_len`, and every prompt a step when prompts are not cut into chunks."""
+    """Every request must fit `max_model_len`, and one step when prompts are not cut into chunks."""
     engine = scenario.engine
-    longest_prompt, longest_total = length_limits(scenario.workload)
+    _, longest_total = length_limits(scenario.workload)
     if longest_total > engine.max_model_len:
         raise UsageError(
             f"engine.max_model_len = {engine.max_model_len}: the longest request of the workload has {longest_total} "
             f"tokens (prompt and output); raise max_model_len to at least {longest_total} or use another workload"
         )
-    if not engine.enable_chunked_prefill and longest_prompt > engine.max_num_batched_tokens:
+    if not engine.enable_chunked_prefill and longest_total > engine.max_num_batched_tokens:
         raise UsageError(
             f"engine.max_num_batched_tokens = {engine.max_num_batched_tokens}: without chunked prefill it must hold "
-            f"the longest prompt, {longest_prompt} tokens"
+            f"the longest request, {longest_total} tokens, which may be recomputed in one step"
         )
     if engine.max_num_batched_tokens < tree.num_rows:
         raise InfeasibleError(
@@ -209,13 +234,14 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "gpu": scenario.gpu,
         "tensor_parallel_size": scenario.tensor_parallel_size,
         "weight_dtype": engine.weight_dtype,
-        "kv_cache_dtype": kv_dtype(engine),
-        "state_dtype": state_dtype(engine, cell.shape),
+        "kv_cache_dtype": engine.kv_dtype,
+        "state_dtype": engine.state_dtype(cell.shape.mamba_ssm_dtype),
         "state_method": cell.method.name,
         "tree": cell.tree_name,
         "num_rows": cell.tree.num_rows,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "max_num_seqs": engine.max_num_seqs,
+        "running_limit": engine.num_seqs,
         "max_model_len": engine.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "workload": workload.trace or workload.lengths,
@@ -224,5 +250,6 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "burstiness": workload.burstiness,
         "max_concurrency": workload.max_concurrency,
         "num_requests": workload.num_requests,
+        "num_warmup_requests": workload.num_warmup_requests,
         "seed": scenario.seed,
     }

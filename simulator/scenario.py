@@ -7,6 +7,7 @@ turns a scenario with lists into cells, each a `Scenario` of plain values.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lab.errors import UsageError
 
 PositiveInt = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
+Requests = Annotated[int, Field(ge=1, le=1 << 16)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Gibibytes = Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)]
 
 #: Fields that may hold a list, by section; each list is one axis of the sweep, in this order.
 SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
@@ -49,20 +53,47 @@ class _Section(BaseModel):
 
 
 class EngineSettings(_Section):
-    """Settings of the serving engine, by vLLM's names."""
+    """Settings of the serving engine, by vLLM's names.
+
+    `max_num_seqs` is 256 by default (vLLM's own is 1024 on large GPUs). `running_limit` lowers it for one cell: a sweep
+    sets it where the records of a method for `max_num_seqs` requests do not fit. `runtime_and_activations_gib` takes
+    the place of the estimate of what the engine keeps for itself.
+    """
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
-    max_model_len: PositiveInt = 32768
-    max_num_seqs: PositiveInt = 256
-    max_num_batched_tokens: PositiveInt = 8192
-    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
+    max_model_len: Tokens = 32768
+    max_num_seqs: Requests = 256
+    running_limit: Requests | None = None
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 18)] = 8192
+    long_prefill_token_threshold: Annotated[int, Field(ge=0, le=1 << 21)] = 0
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     weight_dtype: Literal["bf16", "fp8_tensor", "fp8_block128"] = "bf16"
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    num_gpu_blocks_override: PositiveInt | None = None
-    kv_cache_memory_bytes: PositiveInt | None = None
+    num_gpu_blocks_override: Annotated[int, Field(ge=2, le=10**9)] | None = None
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1, le=1 << 50)] | None = None
+    runtime_and_activations_gib: Gibibytes | None = None
+
+    @model_validator(mode="after")
+    def _one_pool(self) -> EngineSettings:
+        if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError("give num_gpu_blocks_override or kv_cache_memory_bytes, not both")
+        return self
+
+    @property
+    def num_seqs(self) -> int:
+        """Most requests that run at once."""
+        return min(self.max_num_seqs, self.running_limit or self.max_num_seqs)
+
+    @property
+    def kv_dtype(self) -> str:
+        """Storage type of the KV cache (`auto` is bf16)."""
+        return "bfloat16" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def state_dtype(self, checkpoint: str) -> str:
+        """Storage type of the recurrent state (`auto` is the checkpoint's)."""
+        return checkpoint if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
 
 
 class AcceptanceSettings(_Section):
@@ -76,7 +107,7 @@ class AcceptanceSettings(_Section):
     preset: str | None = None
     per_depth: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
     rank_rescue: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    concentration: Positive | None = None
+    concentration: Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> AcceptanceSettings:
@@ -98,21 +129,25 @@ class WorkloadSettings(_Section):
 
     `trace`: a shipped trace or the path of a CSV file with input_tokens, output_tokens and, for `arrivals: trace`, t_s
     or t_ms. `lengths`: a named length distribution instead of the trace's. `request_rate` in requests per second;
-    `max_concurrency` is the client's cap on requests in flight.
+    `max_concurrency` is the client's cap on requests in flight. The first `num_warmup_requests` are served, but left
+    out of latencies and throughput.
     """
 
     trace: str | None = None
     lengths: str | None = None
     arrivals: Literal["closed-loop", "poisson", "gamma", "constant", "trace"] = "closed-loop"
-    num_requests: PositiveInt = 1000
-    request_rate: Positive | None = None
-    burstiness: Positive = 1.0
-    max_concurrency: PositiveInt | None = None
+    num_requests: Annotated[int, Field(ge=1, le=10**9)] = 1000
+    num_warmup_requests: Annotated[int, Field(ge=0)] = 0
+    request_rate: Rate | None = None
+    burstiness: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] = 1.0
+    max_concurrency: Annotated[int, Field(ge=1, le=10**6)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkloadSettings:
         if (self.trace is None) == (self.lengths is None):
             raise ValueError("give either 'trace' or 'lengths', not both and not neither")
+        if self.num_warmup_requests >= self.num_requests:
+            raise ValueError(f"num_warmup_requests must be below num_requests ({self.num_requests})")
         if self.arrivals == "trace" and self.trace is None:
             raise ValueError("arrivals 'trace' needs a 'trace' with time stamps")
         if self.arrivals == "closed-loop":
@@ -128,8 +163,8 @@ class WorkloadSettings(_Section):
 class HostSettings(_Section):
     """Host time that no GPU table holds, in milliseconds: per engine step, and per step that carries a prompt."""
 
-    ms_per_step: NonNegative = 2.0
-    ms_per_prompt_step: NonNegative = 9.0
+    ms_per_step: Milliseconds = 2.0
+    ms_per_prompt_step: Milliseconds = 9.0
 
 
 class Scenario(_Section):
@@ -138,7 +173,7 @@ class Scenario(_Section):
     name: str = "scenario"
     model: str
     gpu: str = "h200"
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
     engine: EngineSettings = EngineSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     workload: WorkloadSettings
@@ -146,14 +181,31 @@ class Scenario(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if isinstance(key, str) and keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key '{key}' stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; raises `UsageError` when it cannot be read or is not a mapping."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        raw = yaml.load(text, Loader=_Loader)
+        json.dumps(raw, default=str, ensure_ascii=False).encode()
     except OSError as error:
         raise UsageError(f"cannot read scenario {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"scenario {path} is not valid YAML: {str(error).splitlines()[0]}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UsageError(f"scenario {path} is not valid YAML: line {line}: {error.problem}") from error
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"scenario {path} is not valid YAML: {reason[:200]}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"scenario {path} must be a mapping of fields such as model, gpu, workload")
     return raw
@@ -170,6 +222,10 @@ def expand(raw: Mapping[str, Any]) -> list[Scenario]:
         if isinstance(value, list):
             if not value:
                 raise UsageError(f"{'.'.join(path)} is an empty list; give one value or more")
+            if path[-1] == "tree" and not all(isinstance(item, str) for item in value):
+                raise UsageError(
+                    f'speculation.tree = {value}: write trees as text, such as "2,2,2" or ["1,1,1", "2,2,2"]'
+                )
             axes.append([(path, item) for item in value])
     return [_validate(_with(raw, dict(choice))) for choice in itertools.product(*axes)]
 
@@ -211,10 +267,22 @@ def _with(raw: Mapping[str, Any], choices: Mapping[tuple[str, ...], Any]) -> dic
 
 
 def _validate(raw: Mapping[str, Any]) -> Scenario:
+    _refuse_other_lists(raw)
     try:
         return Scenario.model_validate(_tree_as_text(raw))
     except ValidationError as error:
         raise UsageError("; ".join(_sentences(error))) from None
+
+
+def _refuse_other_lists(raw: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
+    """Lists make a sweep in `SWEEP_FIELDS` only; elsewhere they are a mistake, save for the tables of acceptance."""
+    for key, value in raw.items():
+        place = (*path, str(key))
+        if isinstance(value, Mapping):
+            _refuse_other_lists(value, place)
+        elif isinstance(value, list) and "acceptance" not in path:
+            allowed = ", ".join(".".join(field) for field in SWEEP_FIELDS)
+            raise UsageError(f"{'.'.join(place)} = {value}: a list makes a sweep only in {allowed}")
 
 
 def _tree_as_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,4 +306,6 @@ def _sentences(error: ValidationError) -> Iterator[str]:
         else:
             value = item.get("input")
             shown = "not a number" if isinstance(value, float) and math.isnan(value) else repr(value)
+            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            message = message.replace("valid dictionary or instance of", "mapping of fields:")
             yield f"{field} = {shown}: {message[0].lower()}{message[1:]}"

@@ -23,7 +23,7 @@ from simulator.jit import njit
 UNBOUNDED = np.iinfo(np.int32).max
 
 #: One request. `computed` counts tokens whose KV and state exist, `scheduled` the rows of this step, `token_room` the
-#: tokens that its blocks hold. `arrival_s` is the time the client sent it.
+#: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts. `arrival_s` is the time of the send.
 SLOT = np.dtype(
     [
         ("request_id", "i8"),
@@ -36,6 +36,7 @@ SLOT = np.dtype(
         ("emitted", "i4"),
         ("computed", "i4"),
         ("scheduled", "i4"),
+        ("decoding", "i4"),
         ("blocks", "i4"),
         ("token_room", "i4"),
         ("num_preemptions", "i4"),
@@ -65,7 +66,9 @@ SETTINGS = np.dtype(
 )
 
 #: Queues, counters and the clock. `permits` are requests that the client may still send; those that a step frees count
-#: from its end. The engine asks for more backlog when it holds less than `backlog_low`.
+#: from its end. The engine asks for more backlog when it holds less than `backlog_low` or when requests that were not
+#: yet handed over, the first of them after `last_offered_s`, may have arrived. `*_limited_steps` count steps that left
+#: requests waiting, by what kept the first of them out.
 STATE = np.dtype(
     [
         ("now_s", "f8"),
@@ -76,6 +79,7 @@ STATE = np.dtype(
         ("backlog_head", "i8"),
         ("num_backlog", "i8"),
         ("backlog_low", "i8"),
+        ("last_offered_s", "f8"),
         ("permits", "i8"),
         ("freed_permits", "i8"),
         ("num_arrived", "i8"),
@@ -86,9 +90,11 @@ STATE = np.dtype(
         ("preempted_in_step", "i8"),
         ("emitted_tokens", "i8"),
         ("verify_rounds", "i8"),
-        ("accepted_drafts", "i8"),
         ("extrapolated_steps", "i8"),
-        ("blocked_steps", "i8"),
+        ("memory_limited_steps", "i8"),
+        ("seqs_limited_steps", "i8"),
+        ("budget_limited_steps", "i8"),
+        ("stalled", "i8"),
         ("peak_running", "i8"),
         ("peak_waiting", "i8"),
         ("peak_blocks", "i8"),
@@ -122,12 +128,6 @@ def num_tokens(slot: Any) -> Any:
 
 
 @njit(inline="always")
-def is_decoding(slot: Any) -> Any:
-    """All but the last token are computed: the next step verifies drafts."""
-    return slot.emitted > 0 and slot.computed == slot.prompt_tokens + slot.emitted - 1
-
-
-@njit(inline="always")
 def blocks_for(settings: Any, tokens: Any) -> Any:
     """Blocks that a running request of that many tokens holds, states included."""
     capped = min(tokens, settings.max_model_len)
@@ -146,8 +146,8 @@ def schedule(queues: Queues) -> None:
     turn = 0
     while turn < state.num_running:
         slot = queues.slots[queues.running[turn]]
-        wanted = settings.rows if is_decoding(slot) else _chunk(settings, slot)
-        rows = min(wanted, budget)
+        wanted = settings.rows if slot.decoding else _chunk(settings, slot)
+        rows = min(wanted, budget, settings.max_model_len - slot.computed)
         slot.scheduled = rows
         if rows > 0 and slot.computed + rows + lookahead > slot.token_room:
             needed = blocks_for(settings, slot.computed + rows + lookahead) - slot.blocks
@@ -158,23 +158,28 @@ def schedule(queues: Queues) -> None:
             _hold_blocks(queues, slot, needed)
         budget -= rows
         turn += 1
+    if state.preempted_in_step == 0:
+        _admit(queues, budget)
+    else:
+        state.memory_limited_steps += 1
 
-    while (
-        state.preempted_in_step == 0
-        and state.num_waiting > 0
-        and budget > 0
-        and state.num_running < settings.max_num_seqs
-    ):
+
+@njit()
+def _admit(queues: Queues, budget: int) -> None:
+    """Move waiting requests to the running ones, first come first served, while they fit."""
+    settings, state = queues.settings[0], queues.state[0]
+    lookahead = settings.rows - 1
+    while state.num_waiting > 0 and budget > 0 and state.num_running < settings.max_num_seqs:
         index = queues.waiting[state.waiting_head]
         slot = queues.slots[index]
         chunk = min(_chunk(settings, slot), budget)
         if settings.chunked_prefill == 0 and chunk < num_tokens(slot):
-            break
+            break  # the whole prompt waits for a step with room for it
         whole = blocks_for(settings, num_tokens(slot))
         needed = blocks_for(settings, chunk + lookahead)
         if max(whole, needed) > state.free_blocks:
-            state.blocked_steps += 1
-            break
+            state.memory_limited_steps += 1
+            return
         state.waiting_head = (state.waiting_head + 1) % len(queues.waiting)
         state.num_waiting -= 1
         queues.running[state.num_running] = index
@@ -184,13 +189,17 @@ def schedule(queues: Queues) -> None:
         slot.scheduled = chunk
         _hold_blocks(queues, slot, needed)
         budget -= chunk
+    if state.num_waiting > 0 and state.num_running == settings.max_num_seqs:
+        state.seqs_limited_steps += 1
+    elif state.num_waiting > 0:
+        state.budget_limited_steps += 1
 
 
 @njit(inline="always")
 def _chunk(settings: Any, slot: Any) -> Any:
     """Prompt tokens that a request would like to compute in one step."""
     rest = num_tokens(slot) - slot.computed
-    threshold = settings.long_prefill_token_threshold
+    threshold = settings.long_prefill_token_threshold if settings.chunked_prefill else 0
     return min(rest, threshold) if threshold > 0 else rest
 
 
@@ -241,6 +250,7 @@ def _preempt_last(queues: Queues) -> None:
     release_blocks(queues, slot)
     slot.computed = 0
     slot.scheduled = 0
+    slot.decoding = 0
     slot.num_preemptions += 1
     state.num_preemptions += 1
     state.preempted_in_step += 1

@@ -1,8 +1,8 @@
 """What the states of Gated DeltaNet layers cost: a method's phases, the convolution, and prompt chunks.
 
 The measured single-token recurrence, which reads and writes one state per request, gives a curve from bytes
-moved to time for each head shape. A method's phases are read off that curve at the bytes they move. Times are
-microseconds for all Gated DeltaNet layers of one rank.
+moved to time for each head shape. A method's phases are read off that curve at the bytes they move, unless a profile
+holds measured steps of the method's own kernels. Times are microseconds for all Gated DeltaNet layers of one rank.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lab.methods import LayerHeads, StateMethod
-from lab.profiles.grids import Curve, Floats, Lookup
+from lab.profiles.grids import Bools, Curve, Floats, Lookup
+from lab.profiles.kernels import gpu_kernels
 from lab.profiles.operators import OperatorTables, UncoveredShapeError
 from lab.shapes import ModelShape
 from lab.trees import DraftTree
@@ -83,12 +85,45 @@ class GdnKernels:
         whole = self.tables.gdn("conv_prefill", *heads, scaled, rows)
         return Lookup(np.minimum(update.latency_us, whole.latency_us), update.extrapolated & whole.extrapolated)
 
-    def chunk(self, tokens: Floats) -> Lookup:
-        """One layer's convolution and chunked recurrence for one prompt chunk."""
+    def chunk(self, tokens: Floats, prompts: ArrayLike = 1) -> Lookup:
+        """One layer's convolution and chunked recurrence for `prompts` prompt chunks of `tokens` tokens each."""
         heads = (self.key_heads, self.value_heads)
-        conv = self.tables.gdn("conv_prefill", *heads, 1, np.maximum(tokens * self.conv_ratio, 1))
-        rule = self.tables.gdn("chunk_prefill", *heads, 1, np.maximum(tokens * self.state_ratio, 1))
+        conv = self.tables.gdn("conv_prefill", *heads, prompts, np.maximum(tokens * self.conv_ratio, 1))
+        rule = self.tables.gdn("chunk_prefill", *heads, prompts, np.maximum(tokens * self.state_ratio, 1))
         return Lookup(conv.latency_us + rule.latency_us, conv.extrapolated | rule.extrapolated)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One layer's step, convolution excluded, for 1, 2, … requests, and its source in words."""
+
+    latency_us: Floats
+    extrapolated: Bools
+    source: str
+
+
+def measured_step(
+    gpu: str, kernels: GdnKernels, heads: LayerHeads, method: StateMethod, tree: DraftTree, max_num_seqs: int
+) -> MeasuredStep | None:
+    """Steps of the method's own kernels from the profile that serves `gpu`; None where none was measured.
+
+    Plain decoding that the operator tables measured on the GPU itself goes before a profile scaled from another.
+    """
+    found = gpu_kernels(gpu)
+    if found is None or (found.scaled and kernels.exact and is_tabulated(method, heads)):
+        return None
+    times = found.profile.step(method.name, heads, tree, np.arange(1, max_num_seqs + 1))
+    if times is None:
+        return None
+    source = found.describe(times.stand_in)
+    if not kernels.exact:
+        source += f"; convolution of heads {kernels.key_heads}/{kernels.value_heads}, scaled by bytes"
+    return MeasuredStep(found.time_factor * times.latency_us, times.extrapolated | found.scaled, source)
+
+
+def is_tabulated(method: StateMethod, heads: LayerHeads) -> bool:
+    """Whether the operator tables hold the method's step itself: plain decoding with an fp32 state."""
+    return method.name == "recurrent" and heads.state_dtype == "float32"
 
 
 def state_cost(
@@ -99,20 +134,24 @@ def state_cost(
     tree: DraftTree,
     rows_committed: float,
     max_num_seqs: int,
+    measured: MeasuredStep | None = None,
 ) -> IndexedCost:
-    """A method's phases and the convolution for 0 to `max_num_seqs` decoding requests.
+    """A method's phases and the convolution for 0 to `max_num_seqs` decoding requests; `measured` takes their place.
 
     The phases of one layer share its launch: a flush writes the state that the verification of the same layer
     holds already. An `all_layers` phase is one launch for the whole model.
     """
     requests = np.arange(1, max_num_seqs + 1, dtype=np.float64)
     layers = shape.num_linear_layers
+    conv = kernels.conv(requests, tree.num_rows)
+    if measured is not None:
+        total = layers * (conv.latency_us + measured.latency_us)
+        return IndexedCost.of(total, conv.extrapolated | measured.extrapolated)
     phases = method.phases(heads, tree, rows_committed)
     in_layer = sum(phase.bytes for phase in phases if not phase.all_layers)
     launches = [(layers, in_layer)] if in_layer else []
     launches += [(1, layers * phase.bytes) for phase in phases if phase.all_layers]
     curve = kernels.bytes_curve()
-    conv = kernels.conv(requests, tree.num_rows)
     total = layers * conv.latency_us
     for count, nbytes in launches:
         total = total + count * curve.at(requests * nbytes).latency_us

@@ -12,8 +12,8 @@ import numpy as np
 
 from simulator.jit import njit
 from simulator.sampling import AcceptanceTables, sample_accepted
-from simulator.scheduler import Queues, is_decoding, num_tokens, release_blocks, schedule
-from simulator.stepcost import CostTables, attention_us, prefill_us
+from simulator.scheduler import Queues, num_tokens, release_blocks, schedule
+from simulator.stepcost import CostTables, attention_us, batching_shares, prefill_us
 
 #: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
 STEP = np.dtype(
@@ -40,7 +40,7 @@ STEP = np.dtype(
     align=True,
 )
 
-#: One finished request.
+#: One finished request; `accepted_tokens` are the drafts that it emitted (its last round is cut at its output length).
 REQUEST = np.dtype(
     [
         ("request_id", "i8"),
@@ -51,7 +51,7 @@ REQUEST = np.dtype(
         ("first_token_s", "f8"),
         ("last_token_s", "f8"),
         ("num_preemptions", "i4"),
-        ("num_steps", "i4"),
+        ("verify_rounds", "i4"),
         ("accepted_tokens", "i4"),
     ],
     align=True,
@@ -64,6 +64,7 @@ class Records(NamedTuple):
     steps: Any  # [n] STEP
     requests: Any  # [n] REQUEST
     gaps_s: Any  # [n] float64: inter-token gaps that are not the length of one step
+    accepted_at: Any  # [rows] int64: rounds that accepted at least 1, 2, … drafts, of the whole run
 
 
 @njit()
@@ -71,7 +72,7 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
     """Run engine steps while there is work, the buffers have room and the backlog lasts."""
     state = queues.state[0]
     room = queues.settings[0].max_num_seqs
-    while state.num_running + state.num_waiting + state.num_backlog > 0 and state.num_backlog >= state.backlog_low:
+    while state.num_running + state.num_waiting + state.num_backlog > 0 and not needs_backlog(state):
         if (
             state.step_records == len(records.steps)
             or state.request_records + room > len(records.requests)
@@ -83,17 +84,28 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
             state.now_s = max(state.now_s, next_arrival_s)
         schedule(queues)
         step = records.steps[state.step_records]
-        _price(queues, cost, step)
+        if _price(queues, cost, step) == 0 and state.preempted_in_step == 0:
+            state.stalled = 1
+            return
         state.now_s = step.start_s + step.duration_us * 1e-6
         _emit(queues, acceptance, records, step)
         _count(state, step)
 
 
+@njit(inline="always")
+def needs_backlog(state: Any) -> Any:
+    """Whether the client must hand over more requests before the next step."""
+    if state.backlog_low == 0:
+        return False
+    arrived_unseen = state.last_offered_s <= state.now_s and state.permits + state.freed_permits > state.num_backlog
+    return arrived_unseen or state.num_backlog < state.backlog_low
+
+
 @njit()
-def _price(queues: Queues, cost: CostTables, step: Any) -> None:
-    """Fill in what the step does and how long each term takes."""
+def _price(queues: Queues, cost: CostTables, step: Any) -> int:
+    """Fill in what the step does and how long each term takes; returns the rows it computes."""
     settings, state = queues.settings[0], queues.state[0]
-    rows = logit_rows = decoding = context = prefill_tokens = 0
+    rows = logit_rows = decoding = context = prompts = prefill_tokens = prefill_ends = finishing = 0
     prefill_attention = prefill_state = 0.0
     extrapolated = False
     for turn in range(state.num_running):
@@ -101,7 +113,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> None:
         if slot.scheduled == 0:
             continue
         rows += slot.scheduled
-        if is_decoding(slot):
+        if slot.decoding:
             decoding += 1
             context += slot.computed
             logit_rows += slot.scheduled
@@ -110,21 +122,30 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> None:
             prefill_attention += attention
             prefill_state += recurrence
             extrapolated |= outside
+            prompts += 1
             prefill_tokens += slot.scheduled
+            prefill_ends += slot.computed + slot.scheduled
             if slot.computed + slot.scheduled == num_tokens(slot):
-                logit_rows += 1
+                finishing += 1
+    logit_rows += finishing
+    drafting = decoding + finishing
+    if prompts > 1:
+        shares = batching_shares(cost, prompts, prefill_ends / prompts, prefill_tokens / prompts)
+        prefill_attention *= shares[0]
+        prefill_state *= shares[1]
     step.start_s = state.now_s
     step.rows_us = cost.rows_us[rows]
     step.head_us = cost.head_us[logit_rows]
     step.state_us = cost.state_us[decoding] + prefill_state
     step.prefill_us = prefill_attention
-    step.draft_us = cost.draft_us[decoding]
+    step.draft_us = cost.draft_us[drafting]
     step.attention_us = 0.0
     if decoding > 0:
         attention, outside = attention_us(cost, decoding, context / decoding)
         step.attention_us = attention
         extrapolated |= outside
     extrapolated |= rows > cost.limits[0] or decoding > cost.limits[2]
+    extrapolated |= logit_rows > cost.limits[4] or drafting > cost.limits[5]
     step.host_us = settings.host_us_per_step + (settings.host_us_per_prompt_step if prefill_tokens > 0 else 0.0)
     step.duration_us = (
         cost.rows_us[rows]
@@ -132,7 +153,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> None:
         + cost.state_us[decoding]
         + prefill_state
         + prefill_attention
-        + cost.draft_us[decoding]
+        + cost.draft_us[drafting]
         + step.attention_us
         + step.host_us
     )
@@ -142,6 +163,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> None:
     step.prefill_tokens = prefill_tokens
     step.preempted = state.preempted_in_step
     step.extrapolated = extrapolated
+    return rows
 
 
 @njit()
@@ -156,7 +178,7 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
         used += slot.blocks
         emitted = 0
         if slot.scheduled > 0:
-            if is_decoding(slot):
+            if slot.decoding:
                 accepted = sample_accepted(acceptance, settings.seed, slot.request_id, slot.rounds)
                 accepted = min(accepted, slot.scheduled - 1)
                 emitted = min(accepted + 1, slot.output_tokens - slot.emitted)
@@ -164,7 +186,8 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
                 slot.accepted += emitted - 1
                 slot.computed += emitted
                 state.verify_rounds += 1
-                state.accepted_drafts += accepted
+                for depth in range(accepted):
+                    records.accepted_at[depth] += 1
             else:
                 slot.computed += slot.scheduled
                 emitted = 1 if slot.computed == num_tokens(slot) else 0
@@ -178,6 +201,7 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
                 records.gaps_s[state.gap_records] = state.now_s - slot.last_token_s
                 state.gap_records += 1
             slot.last_token_s = state.now_s
+            slot.decoding = 1
             slot.emitted += emitted
             emitted_in_step += emitted
             if slot.emitted == slot.output_tokens:
@@ -205,7 +229,7 @@ def _finish(queues: Queues, records: Records, index: Any) -> None:
     record.first_token_s = slot.first_token_s
     record.last_token_s = slot.last_token_s
     record.num_preemptions = slot.num_preemptions
-    record.num_steps = slot.rounds
+    record.verify_rounds = slot.rounds
     record.accepted_tokens = slot.accepted
     state.request_records += 1
     state.num_finished += 1

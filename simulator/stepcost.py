@@ -13,18 +13,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.errors import UsageError
+from lab.errors import InfeasibleError, UsageError
 from lab.methods import LayerHeads, StateMethod
 from lab.profiles.grids import Floats
 from lab.profiles.operators import MOE_ESTIMATED, OperatorTables, UncoveredShapeError, load_tables
 from lab.shapes import ModelShape
 from lab.trees import DraftTree
-from simulator.attentioncost import decode_attention_cost, prefill_attention_cost
-from simulator.draftcost import DRAFT_KV_LEN, draft_cost
+from simulator.attentioncost import AttentionHeads, decode_attention_cost, prefill_attention_cost
+from simulator.draftcost import draft_cost
 from simulator.jit import njit
+from simulator.promptcost import prompt_batching
 from simulator.rowcost import IndexedCost, head_cost, row_cost
 from simulator.scenario import EngineSettings
-from simulator.statecost import GdnKernels, prefill_state_cost, state_cost
+from simulator.statecost import (
+    GdnKernels,
+    MeasuredStep,
+    is_tabulated,
+    measured_step,
+    prefill_state_cost,
+    state_cost,
+)
 
 DEFAULT_ROUTING = "power_law_1.2"
 
@@ -37,8 +45,9 @@ class CostTables(NamedTuple):
     requests. `attn_us[i, j]`: attention of `attn_batch[i]` decoding requests with `attn_len[j]` tokens of
     context each before the step; `attn_measured` is 0.0 where it was extrapolated. `prefill_attn_us[p]`:
     attention of a prompt of p tokens from scratch. `prefill_state_us[s]`: states and convolution of a chunk
-    of s prompt tokens. `limits`: the largest rows, prompt length, decoding requests and chunk inside the
-    measured points.
+    of s prompt tokens. `batch_attn[i, j]` and `batch_state[i, j]`: what is left of the sum of those when a step
+    carries `batch_count[i]` prompts of `batch_len[j]` tokens. `limits`: the largest rows, prompt length, decoding
+    requests, chunk, rows with logits and drafting requests inside the measured points.
     """
 
     rows_us: Floats
@@ -51,6 +60,10 @@ class CostTables(NamedTuple):
     attn_measured: Floats
     prefill_attn_us: Floats
     prefill_state_us: Floats
+    batch_count: Floats
+    batch_len: Floats
+    batch_attn: Floats
+    batch_state: Floats
     limits: Floats
 
 
@@ -87,33 +100,33 @@ def build_step_cost(
     tables = load_tables(gpu)
     try:
         kernels = GdnKernels.of(shape, tables, tp)
-        state_dtype = shape.mamba_ssm_dtype if engine.mamba_ssm_cache_dtype == "auto" else engine.mamba_ssm_cache_dtype
-        heads = LayerHeads.of(shape, state_dtype, tp)
+        heads = LayerHeads.of(shape, engine.state_dtype(shape.mamba_ssm_dtype), tp)
         kv_dtype = "fp8" if engine.kv_cache_dtype == "fp8" else "bf16"
         logit_rows = engine.max_num_seqs * tree.num_rows
         max_rows = max(engine.max_num_batched_tokens, logit_rows)
         rows = row_cost(shape, tables.gpu, tp, engine.weight_dtype, routing, max_rows)
         head = head_cost(shape, tables.gpu, tp, logit_rows)
-        state = state_cost(shape, kernels, heads, method, tree, rows_committed, engine.max_num_seqs)
+        measured = measured_step(gpu, kernels, heads, method, tree, engine.max_num_seqs)
+        state = state_cost(shape, kernels, heads, method, tree, rows_committed, engine.max_num_seqs, measured)
         draft = draft_cost(
             shape,
             tables.gpu,
             tp,
             engine.weight_dtype,
-            kv_dtype,
             routing,
             tree.width_by_depth,
             engine.max_num_seqs,
         )
-        attention = decode_attention_cost(shape, tables.gpu, tp, kv_dtype, tree.num_rows)
+        attention = decode_attention_cost(shape, tables.gpu, tp, kv_dtype, tree.num_rows, tree.width_by_depth)
         prefill = prefill_attention_cost(shape, tables.gpu, tp, kv_dtype, engine.max_model_len)
         chunk = prefill_state_cost(shape, kernels, engine.max_num_batched_tokens)
+        batching = prompt_batching(tables, AttentionHeads.of(shape, kv_dtype, tp), kernels)
     except UncoveredShapeError as error:
-        raise UsageError(
+        raise InfeasibleError(
             f"model {shape.name} at tensor_parallel_size {tp} is not covered by the operator tables of "
             f"{tables.gpu}: {error}"
         ) from error
-    limits = (rows.measured, prefill.measured, state.measured, chunk.measured)
+    limits = (part.measured for part in (rows, prefill, state, chunk, head, draft))
     return StepCost(
         CostTables(
             rows_us=rows.latency_us.copy(),
@@ -126,9 +139,13 @@ def build_step_cost(
             attn_measured=attention.measured.copy(),
             prefill_attn_us=prefill.latency_us.copy(),
             prefill_state_us=chunk.latency_us,
-            limits=np.array(limits, dtype=np.float64),
+            batch_count=batching.counts,
+            batch_len=batching.lengths,
+            batch_attn=batching.attention,
+            batch_state=batching.state,
+            limits=np.array(list(limits), dtype=np.float64),
         ),
-        _sources(shape, tables, engine, method, tree, heads, kernels, draft),
+        _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured),
         tables.gpu,
         tree.num_rows,
     )
@@ -137,12 +154,14 @@ def build_step_cost(
 def _sources(
     shape: ModelShape,
     tables: OperatorTables,
+    tp: int,
     engine: EngineSettings,
     method: StateMethod,
     tree: DraftTree,
     heads: LayerHeads,
     kernels: GdnKernels,
     drafting: IndexedCost,
+    measured_state: MeasuredStep | None,
 ) -> dict[str, str]:
     """For each term of a step: measured or modelled, and how."""
     rows = "measured: matrix products, experts and all-reduce by operator tables; element-wise kernels by bytes"
@@ -151,9 +170,11 @@ def _sources(
         rows = f"modelled: experts estimated from {like} (hidden/width/top-k/experts); the rest measured"
     elif shape.is_moe and engine.weight_dtype == "fp8_tensor" and tables.gpu != "b200":
         rows += "; fp8_tensor experts are slower than bf16 ones on this GPU and do not stand for fp8_block128"
+    if engine.weight_dtype != "bf16" and _slower_than_bf16(shape, tables.gpu, tp, engine.weight_dtype):
+        rows += f"; the {engine.weight_dtype} rows of this GPU are slower than the bf16 ones at few rows"
     stand_in = f"; heads {kernels.key_heads}/{kernels.value_heads} stand in, scaled by bytes"
     state = f"modelled: bytes of the phases of {method.name} on the curve of the measured recurrence"
-    if method.name == "recurrent" and heads.state_dtype == "float32":
+    if is_tabulated(method, heads):
         state = "measured: single-token recurrence and convolution"
     verified = "measured: decode kernel"
     if tree.num_rows > 1:
@@ -165,26 +186,54 @@ def _sources(
     elif shape.mtp_num_hidden_layers == 0:
         draft = "modelled: the model names no drafting layer; one layer of its own widths is charged"
     else:
-        draft = f"modelled: one pass per depth of the drafting layer at {DRAFT_KV_LEN} tokens of context"
+        draft = "modelled: one pass per depth of the drafting layer; its attention is in the decoding requests'"
     if drafting.measured < engine.max_num_seqs:
         draft += f"; extrapolated above {drafting.measured} requests"
-    chunk = "measured: chunked recurrence and convolution, one prompt at a time"
+    chunk = "measured: chunked recurrence and convolution; several prompts by the rows for as many of mean length"
     if not kernels.exact:
         state = state.replace("measured:", "modelled:") + stand_in
         chunk = chunk.replace("measured:", "modelled:") + stand_in
+    if measured_state is not None:
+        state = measured_state.source
     return {
         "rows": rows,
         "head": "measured: output head; wider than 65,536 columns in proportion",
         "state": state,
         "attention": verified,
-        "prefill_attention": "measured: whole prompts; a chunk takes its share",
+        "prefill_attention": "measured: whole prompts; a chunk takes its share; several by the rows for as many",
         "prefill_state": chunk,
         "draft": draft,
     }
 
 
+def _slower_than_bf16(shape: ModelShape, gpu: str, tp: int, weight_dtype: str) -> bool:
+    """Whether the tables price a step of one row higher with quantised weights: some kernels were timed so."""
+    try:
+        bf16, quantised = (
+            row_cost(shape, gpu, tp, dtype, DEFAULT_ROUTING, 1).latency_us[1] for dtype in ("bf16", weight_dtype)
+        )
+    except UncoveredShapeError:
+        return False
+    return bool(quantised > bf16)
+
+
 def _experts(shape: ModelShape) -> tuple[int, int, int, int]:
     return (shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok, shape.num_experts)
+
+
+@njit(inline="always")
+def _place(points: Floats, x: float) -> tuple[int, float]:
+    """The interval of ascending `points` that holds x, and how far into it x lies; the ends hold what is outside."""
+    inside = min(max(x, points[0]), points[-1])
+    i = min(max(np.searchsorted(points, inside, side="right") - 1, 0), len(points) - 2)
+    return i, (inside - points[i]) / (points[i + 1] - points[i])
+
+
+@njit(inline="always")
+def _bilinear(values: Floats, i: int, u: float, j: int, v: float) -> float:
+    low: float = (1.0 - v) * values[i, j] + v * values[i, j + 1]
+    high: float = (1.0 - v) * values[i + 1, j] + v * values[i + 1, j + 1]
+    return (1.0 - u) * low + u * high
 
 
 @njit()
@@ -192,22 +241,13 @@ def attention_us(tables: CostTables, requests: float, mean_context: float) -> tu
     """Attention of the decoding requests, and whether it is extrapolated; bilinear, the rate held outside."""
     if requests <= 0:
         return 0.0, False
-    batches, lengths = tables.attn_batch, tables.attn_len
-    batch = min(max(float(requests), batches[0]), batches[-1])
-    length = min(max(float(mean_context), lengths[0]), lengths[-1])
-    i = min(max(np.searchsorted(batches, batch, side="right") - 1, 0), len(batches) - 2)
-    j = min(max(np.searchsorted(lengths, length, side="right") - 1, 0), len(lengths) - 2)
-    u = (batch - batches[i]) / (batches[i + 1] - batches[i])
-    v = (length - lengths[j]) / (lengths[j + 1] - lengths[j])
-    time, known = 0.0, 0.0
-    for row in range(2):
-        for column in range(2):
-            weight = (u if row else 1.0 - u) * (v if column else 1.0 - v)
-            time += weight * tables.attn_us[i + row, j + column]
-            known += weight * tables.attn_measured[i + row, j + column]
-    time *= max(requests / batches[-1], 1.0) * max(mean_context / lengths[-1], 1.0)
-    outside = requests > batches[-1] or mean_context > lengths[-1]
-    return time, outside or known < 1.0 - 1e-9
+    i, u = _place(tables.attn_batch, float(requests))
+    j, v = _place(tables.attn_len, float(mean_context))
+    last_batch, last_len = tables.attn_batch[-1], tables.attn_len[-1]
+    held = max(requests / last_batch, 1.0) * max(mean_context / last_len, 1.0)
+    outside = requests > last_batch or mean_context > last_len
+    known = _bilinear(tables.attn_measured, i, u, j, v)
+    return held * _bilinear(tables.attn_us, i, u, j, v), outside or known < 1.0 - 1e-9
 
 
 @njit()
@@ -222,6 +262,21 @@ def prefill_us(tables: CostTables, done: int, chunk: int) -> tuple[float, float,
     largest = len(tables.prefill_state_us) - 1
     state = tables.prefill_state_us[min(chunk, largest)] * max(chunk / largest, 1.0)
     return attention, state, end > tables.limits[1] or chunk > tables.limits[3]
+
+
+@njit()
+def batching_shares(tables: CostTables, prompts: int, mean_end: float, mean_chunk: float) -> tuple[float, float]:
+    """What is left of the summed attention and state times when the prompts of a step are launched together.
+
+    `mean_end` is the mean length of the prompts up to the end of their chunks, `mean_chunk` that of the chunks.
+    """
+    if prompts <= 1:
+        return 1.0, 1.0
+    i, u = _place(tables.batch_count, float(prompts))
+    j, v = _place(tables.batch_len, mean_end)
+    attention = _bilinear(tables.batch_attn, i, u, j, v)
+    j, v = _place(tables.batch_len, mean_chunk)
+    return attention, _bilinear(tables.batch_state, i, u, j, v)
 
 
 def step_breakdown(
@@ -250,12 +305,15 @@ def step_breakdown(
         if value >= len(array):
             raise UsageError(f"{name} = {value}; the tables hold at most {len(array) - 1}")
     chunks = [prefill_us(tables, done, chunk) for done, chunk in prefill]
+    tokens = sum(chunk for _, chunk in prefill)
+    count = max(len(prefill), 1)
+    shares = batching_shares(tables, len(prefill), (tokens + sum(done for done, _ in prefill)) / count, tokens / count)
     return {
         "rows": float(tables.rows_us[rows]),
         "head": float(tables.head_us[logits]),
         "state": float(tables.state_us[decode_requests]),
         "attention": float(attention_us(tables, decode_requests, mean_context)[0]),
-        "prefill_attention": float(sum(attention for attention, _, _ in chunks)),
-        "prefill_state": float(sum(state for _, state, _ in chunks)),
-        "draft": float(tables.draft_us[decode_requests]),
+        "prefill_attention": shares[0] * sum(attention for attention, _, _ in chunks),
+        "prefill_state": shares[1] * sum(state for _, state, _ in chunks),
+        "draft": float(tables.draft_us[min(decode_requests + finishing, len(tables.draft_us) - 1)]),
     }

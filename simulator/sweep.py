@@ -7,14 +7,9 @@ files do not depend on how many processes made them.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import multiprocessing
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,31 +20,18 @@ import polars as pl
 import lab
 from lab.errors import InfeasibleError, UsageError
 from lab.methods import get_method
+from lab.profiles.digest import tables_digest
+from lab.profiles.kernels import kernels_record
+from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
+from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
-from simulator.run import CheckedCell, check, identity, simulate, step_cost
+from simulator.run import CheckedCell, check, identity, step_cost
+from simulator.rundir import check_target, publish, unfinished
 from simulator.scenario import Scenario
-from simulator.stepcost import StepCost
+from simulator.workers import run_all
 from simulator.workload import describe
 
-SCHEMA_VERSION = 1
-#: How often a sweep replaces dead workers before it gives up.
-WORKER_DEATHS = 3
 _VERSIONED = ("numpy", "numba", "simpy", "polars", "pydantic")
-
-#: Fields of a cell that its ledger depends on, by their names in summary.csv.
-_LEDGER_FIELDS = (
-    "model",
-    "gpu",
-    "tensor_parallel_size",
-    "weight_dtype",
-    "kv_cache_dtype",
-    "state_dtype",
-    "state_method",
-    "tree",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "max_model_len",
-)
 
 Progress = Callable[[int, int], None]
 
@@ -65,29 +47,63 @@ class Skipped:
 def plan_cells(cells: Sequence[Scenario]) -> tuple[list[Scenario], list[Skipped]]:
     """Cells that can run, without repeats, and those that cannot.
 
-    Raises the first reason when no cell can run and there is only one, and `UsageError` for impossible values.
+    In a sweep a cell whose `max_num_seqs` does not fit gets the largest `running_limit` that does. Raises
+    `InfeasibleError` when the only cell cannot run, and `UsageError` for impossible values.
     """
-    runnable: dict[str, Scenario] = {}
-    priced: set[tuple[str, str, int]] = set()
+    _refuse_shared_block_count(cells)
+    seen: set[str] = set()
+    priced: set[tuple[str, ...]] = set()
+    runnable: list[Scenario] = []
     skipped: list[Skipped] = []
-    for cell in cells:
-        cell = _without_unused_tree(cell)
+    for cell in map(_without_unused_tree, cells):
         key = cell.model_dump_json()
-        if key in runnable:
+        if key in seen:
             continue
+        seen.add(key)
         try:
-            checked = check(cell)
+            checked = _check_fitting(cell, lower=len(cells) > 1)
+            if (tables := _table_key(checked)) not in priced:
+                step_cost(checked)  # tells now, not in the middle of the sweep, when no table covers the cell
+                priced.add(tables)
         except InfeasibleError as error:
             if len(cells) == 1:
                 raise
             skipped.append(Skipped(cell, str(error)))
         else:
-            runnable[key] = cell
-            hardware = (cell.model, cell.gpu, cell.tensor_parallel_size)
-            if hardware not in priced:
-                step_cost(checked)  # tells now, not in the middle of the sweep, when no table covers the model
-                priced.add(hardware)
-    return list(runnable.values()), skipped
+            runnable.append(checked.scenario)
+    return runnable, skipped
+
+
+def _check_fitting(cell: Scenario, lower: bool) -> CheckedCell:
+    """Check a cell; with `lower`, run fewer requests at once where the engine refuses `max_num_seqs`."""
+    try:
+        return check(cell)
+    except TooManySeqsError as error:
+        if not lower or error.viable < 1:
+            raise
+        engine = cell.engine.model_copy(update={"running_limit": error.viable})
+        return check(cell.model_copy(update={"engine": engine}))
+
+
+def _table_key(cell: CheckedCell) -> tuple[str, ...]:
+    """All that decides whether the operator tables cover a cell."""
+    fields = identity(cell)
+    names = ("model", "gpu", "tensor_parallel_size", "weight_dtype", "kv_cache_dtype", "state_dtype")
+    return tuple(str(fields[name]) for name in names)
+
+
+def _refuse_shared_block_count(cells: Sequence[Scenario]) -> None:
+    """A measured block count belongs to one method and tree: blocks of another have another size."""
+    measured = {
+        (cell.speculation.state_method, cell.speculation.tree)
+        for cell in cells
+        if cell.engine.num_gpu_blocks_override is not None
+    }
+    if len(measured) > 1:
+        raise UsageError(
+            "engine.num_gpu_blocks_override counts blocks of one state method and tree, and this sweep has "
+            f"{len(measured)}; give kv_cache_memory_bytes or runtime_and_activations_gib instead"
+        )
 
 
 def run_sweep(
@@ -103,112 +119,50 @@ def run_sweep(
 ) -> Path:
     """Run all cells and write the run directory `out`: summary.csv, requests.parquet, run.json (and steps.parquet).
 
-    `progress(done, total)` is called after every cell, `finish(folder)` with the complete folder before it gets its
-    name. Raises `UsageError` when `out` holds something else.
+    `progress(done, total)` is called when cells start and after every cell, `finish(folder)` with the complete folder
+    before it gets its name. Raises `UsageError` when `out` holds something else, and `InfeasibleError` when no cell can
+    run.
     """
-    check_target(out)
+    if not out.is_symlink():
+        out = out.resolve()
+    check_target(out, str(raw.get("name", "scenario")))
     runnable, skipped = plan_cells(cells)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    if not resume:
-        shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, exist_ok=True)
-    tasks = [(cell.model_dump_json(), partial / _key(cell, keep_steps)) for cell in runnable]
-    for done, _ in enumerate(_run_all(tasks, jobs, keep_steps), start=1):
+    if not runnable:
+        raise InfeasibleError(f"none of {len(skipped)} cells can run; the first: {skipped[0].reason}")
+    with unfinished(out, resume) as partial:
+        tasks = [(cell.model_dump_json(), partial / cell_key(cell, keep_steps), keep_steps) for cell in runnable]
         if progress is not None:
-            progress(done, len(tasks))
-    results = [json.loads((folder / "result.json").read_text()) for _, folder in tasks]
-    staging = partial / "run"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    _write_summary([result["row"] for result in results], staging / "summary.csv")
-    folders = [folder for _, folder in tasks]
-    for kind in ("requests", "steps") if keep_steps else ("requests",):
-        merge_parts([(i, part_files(folder, kind)) for i, folder in enumerate(folders)], staging / f"{kind}.parquet")
-    record = _run_record(raw, runnable, skipped, results)
-    (staging / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    if finish is not None:
-        finish(staging)
-    _replace(staging, out)
-    shutil.rmtree(partial, ignore_errors=True)
+            progress(0, len(tasks))
+        finished = run_all(run_cell, tasks, lambda task: load_result(task[1]) is not None, jobs)
+        for done, _ in enumerate(finished, start=1):
+            if progress is not None:
+                progress(done, len(tasks))
+        staging = partial / "run"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        _write_run(staging, raw, runnable, skipped, [folder for _, folder, _ in tasks], keep_steps)
+        if finish is not None:
+            finish(staging)
+        publish(staging, out)
     return out
 
 
-def check_target(out: Path) -> None:
-    """Raise `UsageError` unless `out` is free, or an earlier run directory that may be replaced."""
-    if out.exists() and not (out.is_dir() and ((out / "run.json").is_file() or not any(out.iterdir()))):
-        raise UsageError(f"--out {out} exists and is not a run directory; give a new folder")
-
-
-def _run_all(tasks: Sequence[tuple[str, Path]], jobs: int, keep_steps: bool) -> Iterator[None]:
-    """Run what has no result yet; yields once per finished cell. A worker that dies is replaced a few times."""
-    pending = _unfinished(tasks)
-    yield from (None for _ in range(len(tasks) - len(pending)))
-    if pending:
-        run_cell(*pending[0], keep_steps)  # compiles once, so that workers find it in the cache on disk
-        yield None
-    if jobs == 1:
-        for payload, folder in pending[1:]:
-            run_cell(payload, folder, keep_steps)
-            yield None
-        return
-    for attempt in range(WORKER_DEATHS + 1):
-        unfinished = _unfinished(pending)
-        if not unfinished:
-            return
-        try:
-            yield from _run_parallel(unfinished, jobs, keep_steps)
-        except BrokenProcessPool:
-            if attempt == WORKER_DEATHS:
-                raise UsageError(
-                    f"worker processes died {attempt + 1} times (out of memory?); use --resume and fewer --jobs"
-                ) from None
-
-
-def _run_parallel(tasks: Sequence[tuple[str, Path]], jobs: int, keep_steps: bool) -> Iterator[None]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        futures = [pool.submit(run_cell, payload, folder, keep_steps) for payload, folder in tasks]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                yield None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _unfinished(tasks: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    return [task for task in tasks if not (task[1] / "result.json").is_file()]
-
-
-def run_cell(payload: str, folder: Path, keep_steps: bool) -> None:
-    """Run one cell (a scenario as JSON) into `folder`; `result.json` appears last."""
-    shutil.rmtree(folder, ignore_errors=True)
-    cell = check(Scenario.model_validate_json(payload))
-    costs = step_cost(cell)
-    row = simulate(cell, costs, folder)
-    for kind in ("gaps_s",) if keep_steps else ("gaps_s", "steps"):
-        for part in part_files(folder, kind):
-            part.unlink()
-    result = {
-        "row": row,
-        "ledger": _ledger_record(cell),
-        "step_cost": _cost_record(cell, costs),
-        "acceptance": _acceptance(cell),
-    }
-    temporary = folder / "result.json.tmp"
-    temporary.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(temporary, folder / "result.json")
-
-
-def _key(cell: Scenario, keep_steps: bool) -> str:
-    """Hash of all that a cell's result depends on: the scenario, the files it names, the version."""
-    digest = hashlib.sha256(f"{lab.__version__} {SCHEMA_VERSION} {keep_steps} {cell.model_dump_json()}".encode())
-    for name in (cell.model, cell.workload.trace, cell.speculation.tree):
-        if name is not None and Path(name).is_file():
-            digest.update(Path(name).read_bytes())
-    return digest.hexdigest()[:24]
+def _write_run(
+    folder: Path,
+    raw: Mapping[str, Any],
+    cells: Sequence[Scenario],
+    skipped: Sequence[Skipped],
+    parts: Sequence[Path],
+    keep_steps: bool,
+) -> None:
+    """The files of a run directory from the folders of its cells."""
+    results = [result for part in parts if (result := load_result(part)) is not None]
+    rows = [{"cell": i, **result["row"]} for i, result in enumerate(results)]
+    pl.DataFrame(rows, infer_schema_length=None).fill_nan(None).write_csv(folder / "summary.csv")
+    for kind in ("requests", "steps") if keep_steps else ("requests",):
+        merge_parts([(i, part_files(part, kind)) for i, part in enumerate(parts)], folder / f"{kind}.parquet")
+    record = _run_record(raw, cells, skipped, results)
+    (folder / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _without_unused_tree(cell: Scenario) -> Scenario:
@@ -217,11 +171,6 @@ def _without_unused_tree(cell: Scenario) -> Scenario:
         return cell
     speculation = cell.speculation.model_copy(update={"tree": "chain:0"})
     return cell.model_copy(update={"speculation": speculation})
-
-
-def _write_summary(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    frame = pl.DataFrame([{"cell": i, **row} for i, row in enumerate(rows)], infer_schema_length=None)
-    frame.write_csv(path)
 
 
 def _run_record(
@@ -243,6 +192,9 @@ def _run_record(
         "scenario": raw,
         "versions": {name: version(name) for name in _VERSIONED},
         "seed": raw.get("seed", 0),
+        "first_cell": cells[0].model_dump(mode="json") if cells else None,
+        "operator_tables": {gpu: tables_digest(gpu) for gpu in sorted({cell.gpu for cell in cells})},
+        "kernel_profiles": {gpu: kernels_record(gpu) for gpu in sorted({cell.gpu for cell in cells})},
         "workload": [describe(workload) for workload in workloads.values()],
         "acceptance": list(unique["acceptance"].values()),
         "step_cost": list(unique["step_cost"].values()),
@@ -260,44 +212,3 @@ def _run_record(
             for item in skipped
         ],
     }
-
-
-def _ledger_record(cell: CheckedCell) -> dict[str, Any]:
-    fields = identity(cell)
-    scratch = cell.ledger.layout.scratch_bytes_per_request
-    named = {name: fields[name] for name in _LEDGER_FIELDS}
-    return {**named, **cell.ledger.to_json(), "scratch_bytes_per_request": scratch}
-
-
-def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
-    return [
-        {
-            "gpu": costs.gpu,
-            "model": cell.shape.name,
-            "state_method": cell.method.name if term in ("state", "attention", "draft") else "all",
-            "term": term,
-            "source": source,
-        }
-        for term, source in costs.sources.items()
-        if cell.tree.num_drafts or term != "draft"
-    ]
-
-
-def _acceptance(cell: CheckedCell) -> dict[str, Any]:
-    return {
-        "preset": cell.acceptance.name,
-        "source": cell.acceptance.source,
-        "tree": cell.tree_name,
-        "drafts": cell.tree.num_drafts,
-        "acceptance_length": cell.acceptance_length,
-    }
-
-
-def _replace(staging: Path, out: Path) -> None:
-    """Move a finished folder to its name; an earlier one is moved aside first, so that one of them is always there."""
-    old = out.with_name(out.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        os.replace(out, old)
-    os.replace(staging, out)
-    shutil.rmtree(old, ignore_errors=True)

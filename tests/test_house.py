@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import shutil
 import subprocess
 import tomllib
@@ -17,12 +18,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Names that differ: distribution on the Python index -> package on conda-forge.
-CONDA_NAMES = {"cupy-cuda13x": "cupy"}
+CONDA_NAMES = {"cupy-cuda13x": "cupy", "nvidia-cuda-nvrtc": "cuda-nvrtc"}
 #: What only conda has to be told: the interpreter, the installer, the CUDA release that `cupy-cuda13x` names.
 CONDA_ONLY = {"python", "pip", "cuda-version"}
-
-# Put together from parts so that this file does not contain them.
-PRIVATE_PATHS = ["/wo" + "rk/", "../sha" + "red", ".lib" + "rary/"]
 
 
 def pyproject() -> dict:
@@ -88,13 +86,13 @@ def test_shipped_gzip_files_carry_no_time_stamp() -> None:
     assert [path for path in compressed if any((ROOT / path).read_bytes()[3:8])] == []
 
 
-def test_no_checked_in_file_names_a_private_path() -> None:
+def test_no_checked_in_file_names_a_path_of_somebodys_machine() -> None:
+    private = re.compile(rb"(?<![\w.])/(home|root|work|Users)/[A-Za-z]")
     offending = []
     for path in checked_in_files():
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        offending += [
-            (path.relative_to(ROOT).as_posix(), text) for text in PRIVATE_PATHS if text.encode() in content
-        ]
+        if private.search(content):
+            offending.append(path.relative_to(ROOT).as_posix())
     assert offending == []

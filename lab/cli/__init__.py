@@ -10,8 +10,8 @@ import sys
 import typer
 
 import lab
-from lab.cli import bench, doctor, ledger, models, plan, simulate, tree
-from lab.errors import MissingError, UsageError
+from lab.cli import bench, compare, doctor, ledger, models, plan, simulate, tree
+from lab.errors import InterruptedSweepError, MissingError, UsageError
 
 app = typer.Typer(
     name="treewy",
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (doctor, models, tree, ledger, bench, simulate, plan):
+for verb in (doctor, models, tree, ledger, bench, compare, simulate, plan):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 
@@ -41,8 +41,14 @@ def main() -> None:
         _fail(f"error: {error}", 2)
     except MissingError as error:
         _fail(f"missing: {error}", 3)
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing half-written was left under the target's name (a sweep goes on with --resume)", 130)
+    except InterruptedSweepError as error:
+        _fail(f"interrupted: {error}", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout is gone; there is nobody to tell
+        sys.exit(1)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"error: {place}{error.strerror or error}", 2)
 
 
 def _fail(message: str, code: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from lab.cli.output import JSON_OPTION, print_json, print_table
 
 _PACKAGES = (
@@ -14,17 +17,18 @@ _PACKAGES = (
     "altair",
     "vl-convert-python",
     "cupy-cuda13x",
+    "nvidia-ml-py",
 )
 
 
 def command(as_json: bool = JSON_OPTION) -> None:
-    """What this machine can run: cores, packages, GPU; what is missing and how to get it."""
+    """What this machine can run: cores, packages, GPU, profiles; what is missing and how to get it."""
     import os
     import platform
     import shutil
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, str] = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))}
+    found: dict[str, Any] = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
@@ -32,17 +36,20 @@ def command(as_json: bool = JSON_OPTION) -> None:
             found[package] = "not installed"
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     found["browser"] = "found" if browser else "not found (only the report's browser tests need one)"
-    gpu = _gpu()
-    found["gpu"] = gpu or "none visible"
+    found["gpu"] = _gpu() or "none visible"
+    found["nvrtc"] = _nvrtc()
     found["simulate, plan, ledger"] = "ready"
-    if gpu is None or found["cupy-cuda13x"] == "not installed":
-        found["GPU kernels"] = "not available: need an NVIDIA GPU with its driver and pip install 'treewy-lab[gpu]'"
-    else:
-        found["GPU kernels"] = "ready"
+    found["bench --backend cpu"] = "ready"
+    found["GPU kernels"] = _gpu_kernels()
+    profiles = _profiles()
     if as_json:
-        print_json(found)
+        print_json({**found, "profiles": profiles})
         return
-    print_table("", ("what", "state"), list(found.items()), left=2)
+    rows = list(found.items())
+    rows += [(f"profile {profile['name']}", _sentence(profile)) for profile in profiles]
+    if not profiles:
+        rows.append(("profiles", "none; measure one with treewy bench --backend cuda --profile NAME"))
+    print_table("", ("what", "state"), rows, left=2)
 
 
 def _gpu() -> str | None:
@@ -56,3 +63,79 @@ def _gpu() -> str | None:
     query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def _nvrtc() -> str:
+    """The CUDA run-time compiler that CuPy would use."""
+    try:
+        from cupy.cuda import nvrtc
+
+        return ".".join(map(str, nvrtc.getVersion()))
+    except Exception as error:  # a library that does not load fails in its own ways
+        kind = "not installed" if isinstance(error, ImportError) else f"does not load ({error})"
+        return f"{kind}; it comes with pip install 'treewy-lab[gpu]'"
+
+
+def _gpu_kernels() -> str:
+    """Whether the CUDA kernels can be launched, or what they lack."""
+    from kernels_cupy.compiler import load_cupy
+    from lab.errors import MissingError
+
+    try:
+        load_cupy()
+    except MissingError as error:
+        return f"not available: {error}"
+    return "ready: treewy bench --backend cuda"
+
+
+def _profiles() -> list[dict[str, Any]]:
+    """Every profile: name, folder, device, age, whether the kernels have changed since, interpolation errors."""
+    from lab.profiles.folders import all_profiles
+
+    return [_profile(name, folder) for name, folder in all_profiles()]
+
+
+def _profile(name: str, folder: Path) -> dict[str, Any]:
+    from lab.bench.sources import staleness
+    from lab.errors import UsageError
+    from lab.profiles.kernels import interpolation_errors, load_profile
+
+    record: dict[str, Any] = {"name": name, "folder": str(folder)}
+    try:
+        profile = load_profile(folder)
+    except UsageError as error:
+        return {**record, "error": str(error)}
+    return {
+        **record,
+        "device": profile.device_name,
+        "rows": len(profile.rows),
+        "date": profile.device.get("date"),
+        "changed": staleness(profile.device),
+        "stale_reason": profile.stale_reason,
+        "interpolation": [str(error) for error in interpolation_errors(profile)],
+    }
+
+
+def _sentence(profile: dict[str, Any]) -> str:
+    if "error" in profile:
+        return f"cannot be used: {profile['error']}"
+    parts = [f"{profile['device']}, {profile['rows']} rows", _age(profile["date"])]
+    if profile["changed"] is None:
+        parts.append("matches the sources")
+    else:
+        reason = profile["stale_reason"]
+        parts.append(f"{profile['changed']} ({'kept because: ' + reason if reason else 'measure again'})")
+    parts += [f"interpolation {text}" for text in profile["interpolation"]]
+    return "; ".join(parts)
+
+
+def _age(date: str | None) -> str:
+    import datetime
+
+    if date is None:
+        return "not dated"
+    try:
+        days = (datetime.datetime.now(datetime.UTC).date() - datetime.date.fromisoformat(date)).days
+    except ValueError:
+        return f"dated {date}"
+    return f"measured {date}, {days} days ago"

@@ -64,17 +64,17 @@ def command(
         draft_tree = DraftTree.chain(0)
     result = build_ledger(load_shape(model), gpu, tensor_parallel_size, engine, method, draft_tree)
     result.check_fits()
+    if max_num_seqs is not None:
+        result.check_num_seqs(max_num_seqs)
     if as_json:
         print_json(result.to_json())
     else:
-        _print(result)
-    if max_num_seqs is not None:
-        result.check_num_seqs(max_num_seqs)
+        _print(result, engine.max_num_seqs)
 
 
 def _tree(tree: str | None, speculative_config: str | None) -> Any:
     from lab.errors import UsageError
-    from lab.trees import DraftTree, parse_tree
+    from lab.trees import MAX_ROWS, DraftTree, parse_tree
 
     if tree is not None and speculative_config is not None:
         raise UsageError("--tree and --speculative-config both say what is drafted; give one of them")
@@ -85,16 +85,36 @@ def _tree(tree: str | None, speculative_config: str | None) -> Any:
     example = '{"method": "mtp", "num_speculative_tokens": 3}'
     try:
         config = json.loads(speculative_config)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--speculative-config is not JSON ({error}); an example is {example}") from error
     drafts = config.get("num_speculative_tokens") if isinstance(config, dict) else None
-    if not isinstance(drafts, int) or isinstance(drafts, bool) or drafts < 1:
-        raise UsageError(f"--speculative-config needs num_speculative_tokens >= 1; an example is {example}")
+    if not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts < MAX_ROWS:
+        raise UsageError(
+            f"--speculative-config needs num_speculative_tokens from 1 to {MAX_ROWS - 1}; an example is {example}"
+        )
     return DraftTree.chain(drafts)
 
 
-def _print(ledger: Any) -> None:
+def _print_running_scratch(ledger: Any, max_num_seqs: int) -> None:
+    """What a proposed engine would log that reserves speculative blocks once per running request."""
+    from simulator.memory import max_concurrency_running_scratch
+
+    layout = ledger.layout
+    drafts = layout.states_per_group - 1
+    if ledger.num_gpu_blocks <= max_num_seqs * layout.linear_groups * drafts:
+        return
+    concurrency = max_concurrency_running_scratch(
+        ledger.num_gpu_blocks, ledger.blocks_per_request, max_num_seqs, layout.linear_groups, drafts
+    )
+    typer.echo(
+        f"With speculative blocks reserved once per running request (vLLM pull 57261, max_num_seqs {max_num_seqs}): "
+        f"{int(concurrency * ledger.max_model_len):,} tokens, {float(concurrency):.2f}x"
+    )
+
+
+def _print(ledger: Any, max_num_seqs: int) -> None:
     from lab.units import GIB
+    from simulator.memory import kv_cache_tokens_before_0_20
 
     layout = ledger.layout
     rows = [(name.replace("_", " "), f"{size:,}", f"{size / GIB:.3f}") for name, size in ledger.lines.items()]
@@ -113,4 +133,9 @@ def _print(ledger: Any) -> None:
     )
     typer.echo(f"GPU KV cache size: {ledger.kv_cache_tokens:,} tokens")
     typer.echo(f"Maximum concurrency for {ledger.max_model_len:,} tokens per request: {ledger.max_concurrency:.2f}x")
-    typer.echo(f"Largest viable max_num_seqs: {ledger.max_viable_num_seqs}")
+    groups = layout.attention_groups + layout.linear_groups
+    older = kv_cache_tokens_before_0_20(ledger.num_gpu_blocks, groups, layout.block_size_tokens)
+    typer.echo(f"GPU KV cache size as logged before vLLM 0.20: {older:,} tokens (blind to recurrent state)")
+    if layout.states_per_group > 1:
+        _print_running_scratch(ledger, max_num_seqs)
+    typer.echo(f"Largest max_num_seqs that the engine starts with: {ledger.max_viable_num_seqs}")

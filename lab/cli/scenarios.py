@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +12,29 @@ from typing import Any
 import typer
 
 from lab.cli.output import JSON_OPTION
+from lab.errors import InterruptedSweepError, UsageError
 
 #: Where a flag's value goes in the scenario.
 PLACES: dict[str, tuple[str, ...]] = {
     "model": ("model",),
     "gpu": ("gpu",),
     "tensor_parallel_size": ("tensor_parallel_size",),
-    "trace": ("workload", "trace"),
-    "num_requests": ("workload", "num_requests"),
+    "weight_dtype": ("engine", "weight_dtype"),
+    "gpu_memory_utilization": ("engine", "gpu_memory_utilization"),
+    "max_num_seqs": ("engine", "max_num_seqs"),
     "max_model_len": ("engine", "max_model_len"),
+    "state_method": ("speculation", "state_method"),
+    "tree": ("speculation", "tree"),
+    "trace": ("workload", "trace"),
+    "arrivals": ("workload", "arrivals"),
+    "request_rate": ("workload", "request_rate"),
+    "burstiness": ("workload", "burstiness"),
+    "max_concurrency": ("workload", "max_concurrency"),
+    "num_requests": ("workload", "num_requests"),
     "seed": ("seed",),
 }
+#: Flags that make another service of a scenario, whose results go under another name.
+_NAMING = ("model", "gpu", "tensor_parallel_size", "weight_dtype", "trace")
 
 #: Run the cells of a scenario into a folder: `(raw scenario, out, jobs, resume, progress)`.
 Runner = Callable[[dict[str, Any], Path, int, bool, Callable[[int, int], None]], None]
@@ -32,51 +45,80 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
 
     def command(
         scenario: Path = typer.Argument(help="Scenario file (YAML); lists in it make a sweep."),
-        out: Path = typer.Option(None, "--out", help="Run directory to write (default: runs/<scenario name>)."),
+        out: Path = typer.Option(None, "--out", help="Run directory to write (default: runs/<name>)."),
         jobs: int = typer.Option(0, "--jobs", min=0, help="Parallel processes (0: one per core)."),
         resume: bool = typer.Option(False, "--resume", help="Continue an interrupted sweep."),
-        model: str = typer.Option(None, "--model", help="In place of the scenario's model."),
-        gpu: str = typer.Option(None, "--gpu", help="In place of the scenario's gpu."),
-        tensor_parallel_size: int = typer.Option(None, "--tensor-parallel-size", help="In place of the scenario's."),
-        trace: str = typer.Option(None, "--trace", help="In place of the workload: a shipped trace or a CSV file."),
-        num_requests: int = typer.Option(None, "--num-requests", help="In place of the scenario's."),
-        max_model_len: int = typer.Option(None, "--max-model-len", help="In place of the scenario's."),
-        seed: int = typer.Option(None, "--seed", help="In place of the scenario's seed."),
         as_json: bool = JSON_OPTION,
+        model: str = _flag("--model", "A shipped model or the path of a config.json"),
+        gpu: str = _flag("--gpu", "h200, b200, h100"),
+        tensor_parallel_size: int = _flag("--tensor-parallel-size", "GPUs that share the model"),
+        weight_dtype: str = _flag("--weight-dtype", "bf16, fp8_tensor, fp8_block128"),
+        gpu_memory_utilization: float = _flag("--gpu-memory-utilization", "Share of memory, 0 to 1"),
+        max_num_seqs: int = _flag("--max-num-seqs", "Most running requests"),
+        max_model_len: int = _flag("--max-model-len", "Longest request, tokens"),
+        state_method: str = _flag("--state-method", "One state method"),
+        tree: str = _flag("--tree", "One draft tree, e.g. 2,2,2"),
+        trace: str = _flag("--trace", "A shipped trace or a CSV file"),
+        arrivals: str = _flag("--arrivals", "closed-loop, poisson, gamma, constant, trace"),
+        request_rate: float = _flag("--request-rate", "Requests per second"),
+        burstiness: float = _flag("--burstiness", "Shape of gamma arrivals; below 1 is burstier"),
+        max_concurrency: int = _flag("--max-concurrency", "Most requests that the client has in flight"),
+        num_requests: int = _flag("--num-requests", "Requests"),
+        seed: int = _flag("--seed", "Seed"),
     ) -> None:
-        flags = {
-            "model": model,
-            "gpu": gpu,
-            "tensor_parallel_size": tensor_parallel_size,
-            "trace": trace,
-            "num_requests": num_requests,
-            "max_model_len": max_model_len,
-            "seed": seed,
-        }
-        raw = load(scenario, flags)
+        given = locals()
+        raw = load(scenario, {name: given[name] for name in PLACES if given[name] is not None})
         folder = out if out is not None else Path("runs") / str(raw["name"])
-        with progress_bar("simulating") as progress:
-            run(raw, folder, jobs or len(os.sched_getaffinity(0)), resume, progress)
+        try:
+            with progress_bar("simulating") as progress:
+                run(raw, folder, jobs or len(os.sched_getaffinity(0)), resume, progress)
+        except KeyboardInterrupt:
+            raise InterruptedSweepError(f"{folder} was not written; finished cells are kept: use --resume") from None
         show(folder, as_json)
 
     command.__doc__ = text
     return command
 
 
+def _flag(name: str, text: str) -> Any:
+    return typer.Option(None, name, help=f"{text}; in place of the scenario's.", rich_help_panel="Scenario")
+
+
 def load(scenario: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The scenario's mapping with the flags that were given in place of its fields."""
+    """The scenario's mapping with the given flags in place of its fields.
+
+    A flag that makes another service of it (model, GPU, trace, …) is added to its name. A trace takes the place of a
+    length distribution; arrivals by a clock take away the closed loop's cap, and the closed loop the clock's rate.
+    """
     from simulator.scenario import read_yaml, replace_fields
 
-    chosen = {PLACES[name]: value for name, value in flags.items() if value is not None}
-    raw = replace_fields(read_yaml(scenario), chosen)
-    if flags.get("trace") is not None:
-        raw["workload"].pop("lengths", None)
-    raw.setdefault("name", scenario.stem)
+    raw = replace_fields(read_yaml(scenario), {PLACES[name]: value for name, value in flags.items()})
+    name = raw.setdefault("name", scenario.stem)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w][\w .+-]{0,99}", name):
+        raise UsageError(f"name = {name!r}: letters, digits, spaces and . _ + - are allowed; it names a folder")
+    workload = raw.get("workload")
+    if isinstance(workload, dict):
+        if "trace" in flags:
+            workload.pop("lengths", None)
+        if flags.get("arrivals", "closed-loop") != "closed-loop" and "max_concurrency" not in flags:
+            workload.pop("max_concurrency", None)
+        if flags.get("arrivals") == "closed-loop":
+            workload.pop("request_rate", None)
+    raw["name"] = "-".join([name, *(_name_part(flag, str(flags[flag])) for flag in _NAMING if flag in flags)])
     return raw
 
 
+def _name_part(flag: str, value: str) -> str:
+    """What a flag adds to the name of a run."""
+    if flag in ("model", "trace"):
+        path = Path(value)
+        value = path.parent.name if path.name == "config.json" else path.name.removesuffix(".csv").removesuffix(".json")
+    part = re.sub(r"[^\w.+-]+", "_", value).lower()
+    return f"tp{part}" if flag == "tensor_parallel_size" else part
+
+
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str, unit: str = "cells") -> Iterator[Callable[[int, int], None]]:
     """A progress bar with the time left, on stderr."""
     from rich.console import Console
     from rich.progress import (
@@ -92,11 +134,19 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("cells, elapsed"),
+        TextColumn(f"{unit}, elapsed"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(title, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.start()  # not before there is progress: input that cannot be used is told without a bar
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        bar.stop()

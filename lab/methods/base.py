@@ -115,6 +115,10 @@ class StateMethod(ABC):
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
         """Bytes that a running request keeps beside its pool states: records, logs, extra states."""
 
+    def pool_scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
+        """Scratch beside the states in an engine whose block pool holds `pool_states` of them."""
+        return self.scratch_bytes(heads, tree)
+
     def resident_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
         """All bytes of state, records and logs of one running request in one layer (convolution rows excluded)."""
         return self.pool_states(tree) * heads.state_bytes + self.scratch_bytes(heads, tree)

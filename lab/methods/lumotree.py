@@ -7,10 +7,11 @@ from lab.trees import DraftTree
 
 
 def cut_rows(tree: DraftTree) -> tuple[int, ...]:
-    """Rows whose state is exported: parents of every path that leaves the heavy (deepest-first) spine."""
-    height = [0] * tree.num_rows
-    for row in range(tree.num_rows - 1, 0, -1):
-        height[tree.parent[row]] = max(height[tree.parent[row]], height[row] + 1)
+    """Rows whose state is exported: those of the spine, the first deepest path, from which other paths leave.
+
+    A second launch scans every path that leaves the spine from its cut state. Rows that several such paths share are
+    scanned more than once; that costs arithmetic, not state traffic, and needs no further cut.
+    """
     spine = set(tree.path(max(range(tree.num_rows), key=lambda row: tree.depth[row])))
     return tuple(
         sorted({tree.parent[row] for row in range(1, tree.num_rows) if row not in spine and tree.parent[row] in spine})

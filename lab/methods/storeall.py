@@ -23,6 +23,10 @@ class StoreAll(StateMethod):
         """A tree keeps the committed state beside one intermediate state per row; a chain's row 0 slot is both."""
         return 0 if tree.is_chain else heads.state_bytes
 
+    def pool_scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
+        """Nothing: the committed state is one of the pool's slots, on trees too."""
+        return 0
+
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
         state, rows = heads.state_bytes, tree.num_rows
         read, write = verify_operands(heads, tree)

@@ -1,7 +1,7 @@
 """`treelog`: tree verification over a log of committed rows; the dense state is written only when the log is full.
 
 Log rows are ancestors of every tree row whose factors are already known, so a step reads the base state once, adds the
-log's small products and appends the accepted rows to the log.
+log's small products and appends the accepted rows to the log. Appending moves indices, not rows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ class TreeLog(StateMethod):
     topology = "tree"
     source = "this project"
 
+    def record_bytes(self, heads: LayerHeads) -> int:
+        """One row as the kernels keep it: u in fp32, the raw key in bf16, a gate in fp32 per value head."""
+        return heads.record_bytes(4, 2)
+
     def log_rows(self, tree: DraftTree) -> int:
         """Capacity of the log: at least one whole path, so that a step always fits after a flush."""
         return max(LOG_ROWS, tree.max_depth + 1)
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
-        return (self.log_rows(tree) + tree.num_rows) * heads.record_bytes(4, 4)
+        return (self.log_rows(tree) + tree.num_rows) * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        record = heads.record_bytes(4, 4)
+        record = self.record_bytes(heads)
         flush_steps = steps_per_flush(self.log_rows(tree), tree.max_depth + 1, rows_committed)
         history = mean_log_rows(flush_steps, rows_committed) * record
         read, write = verify_operands(heads, tree)
-        append = rows_committed * record
         return (
             Phase("verify", heads.state_bytes + history + read, tree.num_rows * record + write),
-            Phase("append", append, append, all_layers=True),
             Phase("flush", 0, heads.state_bytes, share=1 / flush_steps),
         )

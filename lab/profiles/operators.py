@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lab.data import read_csv
-from lab.errors import UsageError
+from lab.errors import InfeasibleError, UsageError
 from lab.profiles.grids import Curve, Floats, Grid, Lookup, mixed
 from lab.profiles.system import GPU_NAMES, GpuSystem, check_gpu, load_system
 
@@ -44,7 +44,7 @@ MOE_ESTIMATED = {(2048, 512, 10, 512): (2048, 512, 8, 256)}
 MOE_FLOOR_US = 20.0
 
 
-class UncoveredShapeError(UsageError):
+class UncoveredShapeError(InfeasibleError):
     """No operator table holds this shape; the message says what is covered."""
 
 

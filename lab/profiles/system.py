@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from lab.data import data_path
-from lab.errors import UsageError
+from lab.profiles.folders import GPU_NAMES, check_gpu
 
-#: GPUs whose operator tables are shipped, by the name a scenario uses.
-GPU_NAMES = ("h200", "b200", "h100")
+__all__ = ["GPU_NAMES", "GpuSystem", "check_gpu", "load_system"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,8 @@ class GpuSystem:
         return self.nccl_memory_bytes_by_gpus[-1][1]
 
 
-def check_gpu(gpu: str) -> str:
-    """The GPU's name in lower case; raises `UsageError` naming the known ones."""
-    name = gpu.lower()
-    if name not in GPU_NAMES:
-        raise UsageError(f"gpu is '{gpu}'; allowed are {', '.join(GPU_NAMES)}")
-    return name
-
-
 def load_system(gpu: str) -> GpuSystem:
-    """Figures of a GPU type (`h200`, `b200`, `h100`, any letter case); `UsageError` for another name."""
+    """Figures of a GPU type (`h200`, `b200`, `h100`, any letter case, or a profile); `UsageError` otherwise."""
     return _load(check_gpu(gpu))
 
 

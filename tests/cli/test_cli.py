@@ -89,6 +89,20 @@ def test_ledger_speaks_the_words_of_the_engines_log(call: Any) -> None:
     assert "(override)" in out
 
 
+def test_ledger_prints_the_older_count_and_the_proposed_one(call: Any) -> None:
+    # vllm-project/vllm issue 40691: Qwen3.5-27B, vLLM 0.19.0, 1,487 blocks
+    _, out, _ = call("ledger", "--model", "Qwen3.5-27B", "--num-gpu-blocks-override", "1487")
+    assert "before vLLM 0.20: 290,864 tokens" in out
+    assert "33.04x" in out
+    # 2,667 blocks, 46 a request, three groups, three drafts: (2667 - 8 * 9) / (46 - 9)
+    speculation = '{"method": "mtp", "num_speculative_tokens": 3}'
+    _, out, _ = call(
+        "ledger", "--model", "Qwen3.5-35B-A3B", "--num-gpu-blocks-override", "2667", "--enable-prefix-caching",
+        "--max-num-seqs", "8", "--speculative-config", speculation,
+    )  # fmt: skip
+    assert "(vLLM pull 57261, max_num_seqs 8): 2,298,188 tokens, 70.14x" in out
+
+
 def test_ledger_refuses_as_the_engine_does_with_a_number_that_works(call: Any) -> None:
     code, _, err = call("ledger", "--model", "Qwen3.5-27B", "--gpu", "h200", "--max-num-seqs", "5000")
     assert code == 2

@@ -6,6 +6,7 @@ import pytest
 
 from lab.errors import InfeasibleError, UsageError
 from lab.methods import METHODS, LayerHeads, get_method
+from lab.methods.lumotree import cut_rows
 from lab.shapes import load_shape
 from lab.trees import DraftTree
 from lab.units import GIB, MIB
@@ -113,3 +114,13 @@ def test_bf16_state_halves_the_state_and_not_the_records() -> None:
     full, half = heads("Qwen3.5-27B"), heads("Qwen3.5-27B", "bfloat16")
     assert half.state_bytes * 2 == full.state_bytes
     assert get_method("treelog").scratch_bytes(half, TREE) == get_method("treelog").scratch_bytes(full, TREE)
+
+
+@pytest.mark.parametrize(("widths", "cuts"), [((1, 1, 1), 0), ((2, 2, 2), 3), ((3, 3, 3), 3), ((1, 2), 1)])
+def test_lumotree_keeps_a_state_where_paths_leave_the_spine(widths: tuple[int, ...], cuts: int) -> None:
+    layer, tree = heads("Qwen3.5-35B-A3B"), DraftTree.from_widths(widths)
+    assert len(cut_rows(tree)) == cuts
+    scratch = get_method("lumotree").scratch_bytes(layer, tree)
+    assert scratch == cuts * layer.state_bytes + tree.num_rows * layer.raw_record_bytes
+    expected = 3 + 2 * cuts + (tree.num_rows + 2) * layer.raw_record_bytes / layer.state_bytes
+    assert traffic_in_states("lumotree", tree, 2.0) == pytest.approx(expected)

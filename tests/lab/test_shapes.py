@@ -99,7 +99,7 @@ def test_weights_shrink_with_quantisation_but_embeddings_do_not() -> None:
         ({"hidden_size": -5}, "hidden_size = -5"),
         ({"hidden_size": "big"}, "hidden_size = 'big'"),
         ({"linear_num_value_heads": 30}, "must be a multiple of linear_num_key_heads"),
-        ({"layer_types": ["linear_attention"] * 40}, "only one kind of layer"),
+        ({"layer_types": ["linear_attention"] * 40}, "one kind of layer only"),
         ({"layer_types": ["mamba"] * 40}, "layer_types must list 40 entries"),
         ({"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype = 'float8'; allowed are float32"),
     ],

@@ -105,3 +105,9 @@ def test_bad_rank_paths_are_refused(content: str, tmp_path: Path) -> None:
 def test_rows_that_are_no_tree_are_refused(parent: tuple[int, ...]) -> None:
     with pytest.raises(UsageError):
         DraftTree(parent)
+
+
+def test_published_trees_go_by_their_names() -> None:
+    assert parse_tree("medusa:mc_sim_7b_63").num_drafts == 63
+    with pytest.raises(UsageError, match="shipped are medusa:mc_sim_7b_63"):
+        parse_tree("medusa:none")

@@ -114,9 +114,32 @@ def test_the_pointer_shows_figures_with_units(page: Page, reports: dict[str, Pat
     assert text is not None
     assert "undefined" not in text
     assert any(method in text for method in METHODS)
-    for label in ("state method", "draft tree", "output, tokens/s", "p99 TTFT, ms", "peak KV, GiB"):
+    for label in (
+        "state method",
+        "draft tree",
+        "output, tokens/s",
+        "p99 TTFT, ms",
+        "blocks at the peak, GiB",
+        "records reserved, GiB",
+        "limit",
+    ):
         assert label in text
     assert page.problems == []
+
+
+def test_saturated_cells_are_hollow(page: Page, reports: dict[str, Path]) -> None:
+    page.open(reports["rate"], *DESK)
+    marks = f"document.querySelectorAll('[data-figure=ttft] svg {MARKS}[fill=white]').length"
+    rows = "JSON.parse(document.getElementById('report-data').textContent)['group-1'].data.cells"
+    saturated = page.evaluate(f"{rows}.filter(c => c.tree === '1,1,1' && c.pace === 'saturated').length")
+    assert page.evaluate(marks) == saturated > 0
+
+
+@pytest.mark.parametrize("name", ["full", "rate"])
+def test_the_answer_fits_a_phone_without_scrolling_sideways(page: Page, reports: dict[str, Path], name: str) -> None:
+    page.open(reports[name], *PHONE)
+    boxes = "[...document.querySelectorAll('.best, .knees')].map(t => t.getBoundingClientRect().right)"
+    assert max(page.evaluate(boxes)) <= PHONE[0]
 
 
 def test_the_page_prints(page: Page, reports: dict[str, Path]) -> None:

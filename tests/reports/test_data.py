@@ -17,7 +17,7 @@ def test_a_sweep_is_one_group_with_its_axes(tmp_path: Path) -> None:
     (group,) = load_run(write_run(tmp_path / "run", sweep())).groups
     assert group.load_field == "max_concurrency"
     assert group.loads == [1, 8, 32, 64, 128, 256]
-    assert group.budgets == [0.6, 0.75, 0.9]
+    assert group.budgets == [0.9, 0.75, 0.6]
     assert group.trees == ["1,1,1", "2,2,2", "3,3,3"]
     assert group.methods == ["storeall", "replayssm", "treewy", "treelog"]
 
@@ -90,9 +90,9 @@ def test_an_unusable_file_is_named_with_its_fault(tmp_path: Path, file: str, tex
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_rows", "4.5", "line 2: num_rows is '4.5', which is no whole number"),
-        ("output_throughput", "fast", "line 2: output_throughput is 'fast', which is no number"),
-        ("memory_bound", "maybe", "line 2: memory_bound is 'maybe', which is no true or false"),
+        ("num_rows", "4.5", "line 2: num_rows must be a whole number, not '4.5'"),
+        ("output_throughput", "fast", "line 2: output_throughput must be a number, not 'fast'"),
+        ("memory_bound", "maybe", "line 2: memory_bound must be true or false, not 'maybe'"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, field: str, value: str, message: str) -> None:
@@ -109,3 +109,29 @@ def test_a_ledger_without_its_fields_is_refused(tmp_path: Path) -> None:
         write_report(run)
     assert not (run / "report.html").exists()
     assert json.loads((run / "run.json").read_text())["name"]
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({}, "none"),
+        ({"memory_limited_steps": 0.5, "budget_limited_steps": 0.2}, "memory"),
+        ({"memory_bound": True, "memory_limited_steps": 0.02}, "memory"),
+        ({"seqs_limited_steps": 0.4}, "max_num_seqs"),
+        ({"seqs_limited_steps": 0.4, "running_limit": 200}, "running limit"),
+        ({"budget_limited_steps": 0.09}, "none"),
+        ({"budget_limited_steps": 0.09, "saturated": True}, "token budget"),
+        ({"budget_limited_steps": 0.5, "memory_bound": True, "memory_limited_steps": 0.02}, "token budget"),
+    ],
+)
+def test_the_limit_is_what_keeps_requests_waiting_most(tmp_path: Path, values: dict[str, object], limit: str) -> None:
+    quiet = {"memory_bound": False, "memory_limited_steps": 0.0, "budget_limited_steps": 0.0}
+    run = load_run(write_run(tmp_path / "run", [row(0, "treelog", "1,1,1", 0.75, 8, **(quiet | values))]))
+    assert run.cells[0].limit == limit
+
+
+def test_blocks_leave_out_records_and_committed_memory_holds_all_of_them(tmp_path: Path) -> None:
+    values = {"peak_kv_gib": 5.0, "peak_running": 10, "reserved_records_gib": 25.6, "running_limit": 256}
+    (cell,) = load_run(write_run(tmp_path / "run", [row(0, "treelog", "1,1,1", 0.75, 8, **values)])).cells
+    assert cell.blocks_gib == pytest.approx(4.0)
+    assert cell.committed_gib == pytest.approx(29.6)

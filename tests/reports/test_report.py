@@ -13,7 +13,7 @@ import pytest
 from lab.methods import METHODS
 from reports import write_report
 from reports.palette import METHOD_COLOURS, METHOD_DASHES
-from tests.reports.synthetic import ledgers, rate_sweep, record, row, sweep, write_run
+from tests.reports.synthetic import ledgers, rate_sweep, record, sweep, write_run
 
 
 class Elements(HTMLParser):
@@ -58,9 +58,13 @@ def test_the_answer_comes_before_everything_else(full: str) -> None:
     text = words(full)
     order = [
         "Answer",
-        "gains most",
-        "By load",
+        "At gpu_memory_utilization 0.9 and 256 concurrent requests, replayssm with tree 1,1,1 reaches",
+        "Not run: replayssm",
+        "docs/validation.md",
         "Best configuration",
+        "Where requests begin to wait",
+        "By load",
+        "State methods",
         "Ratios to storeall",
         "How sure are we",
         "Run it again",
@@ -93,8 +97,12 @@ def test_ratios_are_those_of_the_same_tree_budget_and_load(tmp_path: Path) -> No
     for cell in rows:
         if cell["gpu_memory_utilization"] == 0.75 and cell["tree"] == "2,2,2":
             treelog = cell["state_method"] == "treelog"
+            cell["reserved_records_gib"] = 0.0
             cell |= {"output_throughput": 246.0 if treelog else 200.0, "peak_kv_gib": 2.0 if treelog else 6.5}
-            cell |= {"p99_ttft_ms": 100.0 if treelog else 133.0, "mean_tpot_ms": 10.0 if treelog else 9.1}
+            cell |= {
+                "p99_ttft_ms": 100.0 if treelog else 133.0,
+                "mean_tpot_ms": 10.0 if treelog else 9.1,
+            }
             cell |= {"peak_running": 8 if treelog else 7}
     html = report(tmp_path, rows)
     body = html[html.index('data-for-budget="0.75" data-for-tree="2,2,2"') :]
@@ -170,6 +178,16 @@ def test_a_source_with_its_reason_in_one_text_is_split(tmp_path: Path) -> None:
     assert "bytes of the method&#39;s phases" in html
 
 
+def test_a_source_of_all_models_is_one_row(tmp_path: Path) -> None:
+    models = ("Qwen3.5-35B-A3B", "Qwen3.5-27B")
+    terms = [{"term": "rows", "model": model, "source": "measured: tables"} for model in models]
+    terms += [{"term": "state", "model": models[1], "source": "modelled: bytes"}]
+    rows = [cell for model in models for cell in sweep(loads=(8,), model=model)]
+    text = words(report(tmp_path, rows, record(step_cost=terms)))
+    assert "projections, experts and norms all all measured tables" in text
+    assert "recurrent state (GDN) Qwen3.5-27B all modelled bytes" in text
+
+
 def test_the_scenario_is_printed_as_yaml_that_reads_back(full: str) -> None:
     import html as entities
 
@@ -186,13 +204,78 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json", "summary.csv"]
 
 
-def test_rejected_requests_are_visible(tmp_path: Path) -> None:
-    rows = [
-        row(n, method, "1,1,1", 0.75, 8, rejected=12, completed=988) for n, method in enumerate(("storeall", "treelog"))
-    ]
-    text = words(report(tmp_path, rows))
-    assert "2 cells of 2 rejected requests (up to 12 of 1,000)" in text
-    assert "24 requests rejected" in text
+def test_the_answer_is_short(full: str) -> None:
+    text = words(full)
+    answer = text[text.index("Answer") : text.index("Best configuration")]
+    assert len(answer.split()) <= 120
+
+
+def test_records_stand_beside_the_reduction_of_blocks(tmp_path: Path) -> None:
+    rows = sweep(methods=("storeall", "treelog"), trees=("1,1,1",), budgets=(0.75,), loads=(8,))
+    rows[0] |= {"peak_kv_gib": 6.5, "reserved_records_gib": 0.0}
+    rows[1] |= {"peak_kv_gib": 3.0, "peak_running": 8, "reserved_records_gib": 32.0}  # 1 GiB of it in use
+    html = report(tmp_path, rows)
+    assert ">3.25x<" in html
+    assert "<td>32.0</td>" in html
+    assert "a method reserves its records beside it at start-up" in words(html)
+
+
+def test_a_closed_loop_tells_what_becomes_of_its_first_burst(tmp_path: Path) -> None:
+    burst = "In a closed loop all clients send their first request at once; p99 holds that burst."
+    assert burst in words(report(tmp_path / "none", sweep(loads=(8, 64))))
+    warm = words(report(tmp_path / "warm", sweep(loads=(8, 64), num_warmup_requests=32)))
+    assert burst not in warm
+    assert "The first 32 requests of a cell, the burst of all clients at the start among them, are left out of" in warm
+    assert "At loads above 32 the rest of that burst is in p99." in warm
+    assert "warm-up not counted" in warm
+    assert "burst" not in words(report(tmp_path / "rate", rate_sweep()))
+
+
+def test_saturated_cells_are_marked_and_a_batch_is_neither_good_nor_bad(tmp_path: Path) -> None:
+    rows = rate_sweep(rates=(2, 40))
+    html = report(tmp_path, rows)
+    text = words(html)
+    assert "memory, saturated" in text
+    assert "nothing that was run keeps up" in text
+    assert "Highest rate that is sustained" in text
+    assert "closed loop" not in text
+    body = html[html.index('data-for-budget="0.6" data-for-tree="1,1,1"') :]
+    marks = re.findall(r'<td class="(better|worse|tie)">', body[: body.index("</tbody>")])
+    assert marks[4::5] == ["tie"] * 4
+    assert marks[12:15] == ["tie"] * 3  # latencies of saturated cells
+
+
+def test_limits_are_drawn_per_method(full: str) -> None:
+    data = json.loads(full.split('id="report-data">')[1].split("</script>")[0])
+    limits = data["group-1"]["data"]["limits"]
+    assert {row["state_method"] for row in limits} == {"storeall", "replayssm", "treewy", "treelog"}
+
+
+def test_methods_are_explained_once(full: str) -> None:
+    assert words(full).count(METHODS["treelog"].title) == 1
+    assert f'title="{METHODS["treelog"].title}"' in full
+
+
+def test_host_time_digest_and_defaults_are_told(full: str) -> None:
+    text = words(full)
+    assert '<span class="source fitted">fitted</span>' in full
+    assert "h200 82f57a3c79069c52" in text
+    assert "engine: enable chunked prefill yes" in text
+
+
+def test_combinations_not_run_are_counted_once_and_name_their_model(tmp_path: Path) -> None:
+    entry = record()["skipped"][0] | {"state_method": "recurrent", "tree": "chain:0"}
+    rows = sweep(loads=(8,)) + sweep(loads=(8,), model="Qwen3.5-27B")
+    text = words(report(tmp_path, rows, record(skipped=[entry, dict(entry)])))
+    assert "1 combination skipped" in text
+    assert "model state method tree gpu_memory_utilization load combinations reason" in text
+    assert "Qwen3.5-35B-A3B recurrent none 0.6" in text
+
+
+def test_a_trace_shorter_than_the_run_is_named(tmp_path: Path) -> None:
+    trace = [{"trace": "mine.csv", "num_requests": 1000, "trace_rows": 400}]
+    text = words(report(tmp_path, sweep(loads=(8,)), record(workload=trace)))
+    assert "mine.csv has 400 rows for 1,000 requests: it is read 2.5 times over" in text
 
 
 def test_every_state_method_has_its_own_colour_and_dash() -> None:

@@ -28,7 +28,11 @@ def constant_cost(max_rows: int, per_row_us: float = 0.0, max_model_len: int = 1
         attn_measured=np.ones((2, 2)),
         prefill_attn_us=np.zeros(max_model_len + 1),
         prefill_state_us=zeros.copy(),
-        limits=np.full(4, 1e9),
+        batch_count=np.array([1.0, 1e6]),
+        batch_len=np.array([1.0, 1e6]),
+        batch_attn=np.ones((2, 2)),
+        batch_state=np.ones((2, 2)),
+        limits=np.full(6, 1e9),
     )
 
 

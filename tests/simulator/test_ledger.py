@@ -55,6 +55,7 @@ def ledger(
         "drafts",
         "align",
         "block",
+        "padding_percent",
         "group",
         "block_bytes",
         "blocks",
@@ -63,10 +64,10 @@ def ledger(
         "tokens",
     ),
     [
-        ("Qwen3.5-35B-A3B", 0, True, 1056, 10, 21_626_880, 2978, 38, 78.37, 2_567_976),
-        ("Qwen3.5-35B-A3B", 3, True, 1072, 11, 24_150_016, 2667, 46, 57.98, 1_899_831),
-        ("Qwen3.5-27B", 3, True, 800, 17, 55_705_600, 1156, 56, 20.64, 676_425),
-        ("Qwen3.5-27B", 0, False, 784, 16, 51_380_224, 1253, 45, 27.84, 912_406),
+        ("Qwen3.5-35B-A3B", 0, True, 1056, 0.76, 10, 21_626_880, 2978, 38, 78.37, 2_567_976),
+        ("Qwen3.5-35B-A3B", 3, True, 1072, 0.00, 11, 24_150_016, 2667, 46, 57.98, 1_899_831),
+        ("Qwen3.5-27B", 3, True, 800, 0.25, 17, 55_705_600, 1156, 56, 20.64, 676_425),
+        ("Qwen3.5-27B", 0, False, 784, 0.13, 16, 51_380_224, 1253, 45, 27.84, 912_406),
     ],
 )
 def test_worked_examples_of_a_60_gib_pool(
@@ -74,6 +75,7 @@ def test_worked_examples_of_a_60_gib_pool(
     drafts: int,
     align: bool,
     block: int,
+    padding_percent: float,
     group: int,
     block_bytes: int,
     blocks: int,
@@ -85,6 +87,7 @@ def test_worked_examples_of_a_60_gib_pool(
         model, None, drafts, enable_prefix_caching=align, kv_cache_memory_bytes=60 * GIB, max_model_len=32768
     )
     assert result.layout.block_size_tokens == block
+    assert round(100 * result.layout.padding_fraction, 2) == padding_percent
     assert result.layout.group_size == group
     assert result.layout.bytes_per_block == block_bytes
     assert result.num_gpu_blocks == blocks
@@ -182,7 +185,7 @@ def usable_logs() -> list[dict[str, str]]:
     """Rows that give tokens, max_model_len and all settings, as the engine printed them.
 
     Left out: block sizes alone, shapes that are not public, figures that the author computed or rounded (k006, k023,
-    k043), and k003, an undated build of May 2026 whose count no rule of a known version gives.
+    k043), and k003, an unnamed build of May 2026 whose count no rule of a known version gives.
     """
     with LOGS.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -238,7 +241,7 @@ def test_methods_with_one_state_hold_one_block_per_group_and_their_records_aside
     assert storeall.layout.state_blocks_per_request == 3 * 15
     assert treelog.layout.state_blocks_per_request == 3
     assert storeall.lines["method_scratch"] == 0
-    assert treelog.lines["method_scratch"] == 256 * 30 * (16 + 15) * 24_704
+    assert treelog.lines["method_scratch"] == 256 * 30 * (16 + 15) * 20_608
 
 
 def test_refusals_give_the_number_that_works() -> None:

@@ -1,62 +1,81 @@
-"""Metrics against their definitions, computed another way from the same records."""
+"""Metrics against their definitions, computed another way."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from factory import chain_acceptance, requests, run, small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.metrics import gap_metrics, request_metrics, weighted_percentile
+from simulator.engine import Engine
+from simulator.metrics import gap_metrics, mean_queue_s, percentiles, request_metrics
 from simulator.records import PartWriter
+from simulator.step import REQUEST
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 1e3), st.integers(0, 9)), min_size=1, max_size=40).filter(
+    st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 9)), min_size=1, max_size=60).filter(
         lambda pairs: any(weight for _, weight in pairs)
     ),
-    st.floats(0, 100),
+    st.lists(st.floats(0, 100), min_size=1, max_size=3),
+    st.integers(1, 7),
 )
-def test_weighted_percentile_is_numpys_on_the_repeated_list(pairs: list[tuple[float, int]], percent: float) -> None:
+def test_percentiles_are_numpys_on_the_repeated_list(
+    pairs: list[tuple[float, int]], percents: list[float], chunk: int
+) -> None:
     values = np.array([value for value, _ in pairs])
     weights = np.array([weight for _, weight in pairs])
-    expected = np.percentile(np.repeat(values, weights), percent)
-    assert weighted_percentile(values, weights, percent) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    parts = [(values[i : i + chunk], weights[i : i + chunk]) for i in range(0, len(values), chunk)]
+    expected = np.percentile(np.repeat(values, weights), percents)
+    assert percentiles(lambda: iter(parts), percents) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_percentile_of_nothing_is_not_a_number() -> None:
-    assert np.isnan(weighted_percentile(np.zeros(0), np.zeros(0, np.int64), 50))
+    assert np.isnan(percentiles(lambda: iter([]), [50])).all()
 
 
-def emissions(kept: dict[str, Any]) -> list[float]:
-    """Gaps between successive outputs of every request, from scheduled rounds: here each step lasts as recorded."""
-    gaps = []
-    for step in kept["steps"]:
-        gaps += [step["duration_us"] / 1e3] * int(step["regular_gaps"])
-    return gaps + [gap * 1e3 for gap in kept.get("gaps_s", [])]
+def emission_times(history: list[tuple[int, int, float]], finished: Any) -> dict[int, list[tuple[float, int]]]:
+    """For every request its outputs as (time, tokens), from what was seen of it after every step."""
+    outputs: dict[int, list[tuple[float, int]]] = {}
+    seen: dict[int, int] = {}
+    final = [(r["request_id"], r["output_tokens"], r["last_token_s"]) for r in finished]
+    for request, emitted, at_s in [*history, *final]:
+        if emitted > seen.get(request, 0):
+            outputs.setdefault(request, []).append((at_s, emitted - seen.get(request, 0)))
+            seen[request] = emitted
+    return outputs
 
 
-def test_itl_per_step_and_per_token_count_what_they_say(tmp_path: Path) -> None:
-    writer = PartWriter(tmp_path)
+def test_itl_per_step_and_per_token_are_those_of_the_outputs_themselves(tmp_path: Path) -> None:
+    history: list[tuple[int, int, float]] = []
+
+    def watch(engine: Engine, step: Any) -> None:
+        running = engine.queues.slots[engine.queues.running[: engine.state["num_running"]]]
+        history.extend((int(s["request_id"]), int(s["emitted"]), float(s["last_token_s"])) for s in running)
+
     config = small(rows=4, num_blocks=14, max_model_len=160)
-    _, kept = run(config, requests([20] * 9, [60] * 9), chain_acceptance(0.8, 0.6, 0.4))
+    _, kept = run(config, requests([20] * 9, [60] * 9), chain_acceptance(0.8, 0.6, 0.4), after_step=watch)
+    assert kept["requests"]["num_preemptions"].sum() > 0
+    outputs = emission_times(history, kept["requests"]).values()
+    gaps_ms = [(b[0] - a[0]) * 1e3 for times in outputs for a, b in pairwise(times)]
+    zeros = [0.0] * sum(tokens - 1 for times in outputs for _, tokens in times[1:])
+    writer = PartWriter(tmp_path)
     for kind, array in kept.items():
         writer(kind, array)
-    measured = request_metrics(writer.parts("requests"))
-    after_first = measured["total_output_tokens"] - measured["completed"]
-    gaps = gap_metrics(writer.parts("steps"), writer.parts("gaps_s"), int(after_first))
-    expected = emissions(kept)
-    assert kept["requests"]["num_preemptions"].sum() > 0
-    assert len(expected) < after_first
-    assert gaps["mean_itl_ms"] == pytest.approx(np.mean(expected))
-    assert gaps["p99_itl_ms"] == pytest.approx(np.percentile(expected, 99))
-    assert gaps["mean_itl_per_token_ms"] == pytest.approx(np.sum(expected) / after_first)
-    total_ms = ((kept["requests"]["last_token_s"] - kept["requests"]["first_token_s"]) * 1e3).sum()
-    assert np.sum(expected) == pytest.approx(total_ms)
+    later_tokens = int(kept["requests"]["output_tokens"].sum()) - len(kept["requests"])
+    measured = gap_metrics(writer.parts("steps"), writer.parts("gaps_s"), later_tokens)
+    assert len(gaps_ms) + len(zeros) == later_tokens
+    for name, expected in (("itl_ms", gaps_ms), ("itl_per_token_ms", gaps_ms + zeros)):
+        assert measured[f"mean_{name}"] == pytest.approx(np.mean(expected))
+        assert measured[f"std_{name}"] == pytest.approx(np.std(expected))
+        assert measured[f"median_{name}"] == pytest.approx(np.percentile(expected, 50))
+        assert measured[f"p99_{name}"] == pytest.approx(np.percentile(expected, 99))
 
 
 def test_request_metrics_follow_the_definitions(tmp_path: Path) -> None:
@@ -69,12 +88,45 @@ def test_request_metrics_follow_the_definitions(tmp_path: Path) -> None:
     assert metrics["output_throughput"] == pytest.approx(15 / metrics["duration_s"])
     ttft_ms = (done["first_token_s"] - done["arrival_s"]) * 1e3
     assert metrics["p99_ttft_ms"] == pytest.approx(np.percentile(ttft_ms, 99))
+    assert metrics["std_ttft_ms"] == pytest.approx(np.std(ttft_ms))
     several = done[done["output_tokens"] > 1]  # requests of one token have no time per output token
     tpot_ms = (several["last_token_s"] - several["first_token_s"]) / (several["output_tokens"] - 1) * 1e3
     assert metrics["mean_tpot_ms"] == pytest.approx(tpot_ms.mean())
 
 
+def test_warm_up_requests_do_not_count(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path)
+    _, kept = run(small(), requests([10] * 8, [4] * 8), max_concurrency=2)
+    for part in np.array_split(kept["requests"], 3):
+        writer("requests", part)
+    counted = kept["requests"][kept["requests"]["request_id"] >= 2]
+    metrics = request_metrics(writer.parts("requests"), warmup=2)
+    assert metrics["completed"] == 6
+    assert metrics["duration_s"] == pytest.approx(counted["last_token_s"].max() - counted["arrival_s"].min())
+    assert metrics["mean_ttft_ms"] == pytest.approx((counted["first_token_s"] - counted["arrival_s"]).mean() * 1e3)
+
+
+def test_mean_queue_of_a_stretch_of_requests(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path)
+    records = np.zeros(4, REQUEST)
+    records["request_id"] = [3, 1, 0, 2]
+    records["scheduled_s"] = [8.0, 2.0, 1.0, 4.0]
+    writer("requests", records)
+    assert mean_queue_s(writer.parts("requests"), 1, 3) == 3.0
+    assert mean_queue_s(writer.parts("requests"), 7, 9) == 0.0
+
+
 def test_no_requests_give_counts_of_zero_and_no_numbers() -> None:
     metrics = request_metrics([])
     assert metrics["completed"] == 0
-    assert np.isnan(metrics["mean_ttft_ms"])
+    assert np.isnan([metrics["mean_ttft_ms"], metrics["p99_ttft_ms"], metrics["output_throughput"]]).all()
+
+
+def test_parts_merge_in_order_into_one_file(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path)
+    for start in (0, 2):
+        records = np.zeros(2, REQUEST)
+        records["request_id"] = [start, start + 1]
+        writer("requests", records)
+    frames = [pl.read_parquet(part) for part in writer.parts("requests")]
+    assert pl.concat(frames)["request_id"].to_list() == [0, 1, 2, 3]

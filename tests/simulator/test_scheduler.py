@@ -58,7 +58,7 @@ def test_running_requests_come_first_and_admission_is_in_order_of_arrival() -> N
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_blocks_those_behind_it() -> None:
-    # 40 blocks: the first request holds 2 + 8; a prompt of 250 needs 18 more each; the small one must wait its turn.
+    # 30 blocks: the first request holds 2 + 8; a prompt of 250 needs 18; the small one must wait its turn.
     _, kept = run(small(num_blocks=30), requests([120, 250, 250, 5], [30, 3, 3, 3]))
     by_id = kept["requests"][np.argsort(kept["requests"]["request_id"])]
     assert by_id["scheduled_s"][3] >= by_id["scheduled_s"][2]
@@ -81,6 +81,60 @@ def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
     preempting = kept["steps"][kept["steps"]["preempted"] > 0]
     assert len(preempting)
     assert (preempting["prefill_tokens"] == 0).all()
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room_for_all_of_it() -> None:
+    config = small(chunked_prefill=False, long_prefill_token_threshold=16)
+    _, kept = run(config, requests([60, 60], [3, 3]))
+    assert kept["steps"]["prefill_tokens"].tolist() == [60, 60, 0, 0]
+
+
+def test_without_chunked_prefill_a_preempted_request_is_recomputed_whole() -> None:
+    config = small(chunked_prefill=False, num_blocks=12, max_num_seqs=3, max_model_len=160, max_num_batched_tokens=160)
+    _, kept = run(config, requests([30] * 4, [100] * 4))
+    assert kept["requests"]["num_preemptions"].sum() > 0
+    assert len(kept["requests"]) == 4
+
+
+def test_an_engine_that_can_schedule_nothing_says_so_instead_of_running_for_ever() -> None:
+    with pytest.raises(RuntimeError, match="could schedule nothing"):
+        run(small(chunked_prefill=False), requests([150], [1]))
+
+
+def test_a_recomputed_request_verifies_no_drafts_before_it_emits() -> None:
+    # The recomputation is cut so that all but one token are computed: that last step is still a prompt step.
+    config = small(rows=4, num_blocks=9, max_model_len=112, long_prefill_token_threshold=7)
+    _, kept = run(config, requests([30, 30], [80, 80]), chain_acceptance(0.0, 0.0, 0.0))
+    assert kept["requests"]["num_preemptions"].sum() > 0
+    assert (kept["steps"]["decoding"] + (kept["steps"]["prefill_tokens"] > 0) <= 2).all()
+    assert kept["requests"]["verify_rounds"].sum() < kept["steps"]["emitted_tokens"].sum()
+
+
+def test_rows_never_pass_max_model_len() -> None:
+    config = small(rows=8, max_model_len=32, num_blocks=8)
+    engine, kept = run(config, requests([20], [12]), chain_acceptance(*[0.0] * 7))
+    assert kept["steps"]["used_blocks"].max() == 2 + 2
+    assert engine.state["num_finished"] == 1
+
+
+def test_what_keeps_requests_waiting_is_counted() -> None:
+    by_memory, _ = run(small(num_blocks=12, max_model_len=160), requests([60] * 4, [20] * 4))
+    assert by_memory.state["memory_limited_steps"] > 0
+    by_seqs, _ = run(small(max_num_seqs=1), requests([10] * 3, [9] * 3))
+    assert by_seqs.state["seqs_limited_steps"] > 10
+    by_budget, _ = run(small(num_blocks=90), requests([64] * 4, [1] * 4))
+    assert by_budget.state["budget_limited_steps"] == 3
+    free, _ = run(small(), requests([10], [9]))
+    assert sum(int(free.state[f"{name}_limited_steps"]) for name in ("memory", "seqs", "budget")) == 0
+
+
+def test_all_requests_of_a_burst_wait_at_the_server_however_they_are_handed_over() -> None:
+    def blocks() -> Any:
+        for _ in range(5):
+            yield from requests([10] * 20, [2] * 20)
+
+    _, kept = run(small(), blocks())
+    assert kept["steps"]["waiting"][0] == 96
 
 
 def test_the_clients_cap_limits_requests_in_flight_and_dates_the_send() -> None:
@@ -112,6 +166,7 @@ def histories(draw: st.DrawFn) -> tuple[EngineConfig, list[int], list[int], list
     groups = draw(st.integers(1, 2))
     block = draw(st.sampled_from([4, 16]))
     longest = 96
+    whole_prompts = draw(st.booleans())
     smallest = groups * -(-longest // block) + states
     config = small(
         rows=rows,
@@ -121,7 +176,8 @@ def histories(draw: st.DrawFn) -> tuple[EngineConfig, list[int], list[int], list
         max_model_len=longest,
         num_blocks=smallest + draw(st.integers(0, 40)),
         max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=draw(st.integers(8, 80)),
+        max_num_batched_tokens=96 if whole_prompts else draw(st.integers(8, 80)),
+        chunked_prefill=not whole_prompts,
         long_prefill_token_threshold=draw(st.sampled_from([0, 7])),
         seed=draw(st.integers(0, 9)),
     )
@@ -176,6 +232,20 @@ def test_inv_3_4_5_memory_and_requests_are_conserved_and_time_goes_forward(histo
 @given(histories())
 def test_inv_6_one_seed_gives_one_result(history: Any) -> None:
     config, prompts, outputs, arrivals, cap = history
-    results = [run(config, requests(prompts, outputs, arrivals), None, cap)[1] for _ in range(2)]
-    for kind in ("steps", "requests"):
+    survival = np.cumprod(np.full(max(config.rows - 1, 1), 0.6))
+    acceptance = chain_acceptance(*survival[: config.rows - 1])
+    results = [run(config, requests(prompts, outputs, arrivals), acceptance, cap)[1] for _ in range(2)]
+    assert results[0].keys() == results[1].keys()
+    for kind in results[0]:
         assert np.array_equal(results[0][kind], results[1][kind])
+
+
+def test_inv_6_another_seed_gives_other_acceptances() -> None:
+    survival = np.cumprod(np.full(3, 0.6))
+    rounds = [
+        run(small(rows=4, seed=seed), requests([10] * 4, [200] * 4), chain_acceptance(*survival))[1]["requests"][
+            "verify_rounds"
+        ].tolist()
+        for seed in (1, 2)
+    ]
+    assert rounds[0] != rounds[1]

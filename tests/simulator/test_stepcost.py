@@ -249,14 +249,24 @@ def test_attention_matches_the_table_between_points() -> None:
 
 def test_attention_of_a_tree_reads_the_cache_once() -> None:
     plain, tree = build().tables, build(method="treelog", tree=WIDE).tables
-    assert attention_us(tree, 64, 8192)[0] == pytest.approx(attention_us(plain, 64, 8206)[0], rel=0.01)
+    layers = (10 + 3) / 10  # three drafting passes add one layer's attention each
+    assert attention_us(tree, 64, 8192)[0] == pytest.approx(layers * attention_us(plain, 64, 8206)[0], rel=0.01)
+
+
+def test_drafting_attention_grows_with_the_context() -> None:
+    plain = build().tables
+    chain = build(method="treelog", tree=DraftTree.chain(3)).tables
+    for context in (1000, 8000, 30000):
+        added = attention_us(chain, 16, context)[0] - attention_us(plain, 16, context)[0]
+        assert added == pytest.approx(3 / 10 * attention_us(plain, 16, context)[0], rel=0.05)
 
 
 def test_attention_of_a_tree_over_no_context_is_a_prompt_of_its_rows() -> None:
     chain = DraftTree.chain(63)
     tables = build(method="treelog", tree=chain, max_num_seqs=128).tables
     prompt = load_tables("h200").attention_prefill(16, 2, 256, "bf16", 128, 64).latency_us
-    assert attention_us(tables, 128, 0)[0] == pytest.approx(10 * prompt)
+    draft = load_tables("h200").attention_decode(16, 2, 256, "bf16", 128, 1).latency_us
+    assert attention_us(tables, 128, 0)[0] == pytest.approx(10 * prompt + 63 * draft)
 
 
 def test_attention_marks_what_was_not_measured() -> None:
@@ -331,7 +341,29 @@ def test_the_shared_expert_hides_behind_the_routed_ones_up_to_256_rows() -> None
 
 def test_limits_say_how_far_the_measured_points_reach() -> None:
     limits = build(max_num_batched_tokens=32768, max_num_seqs=2048).tables.limits
-    assert limits.tolist() == [16384, 16384, 1024, 32768]
+    assert limits.tolist() == [16384, 16384, 1024, 32768, 2048, 2048]
+    drafting = build(method="treelog", tree=DraftTree.chain(3), max_num_seqs=2048).tables.limits
+    assert drafting[5] == 2048
+
+
+def test_prompts_of_one_step_are_launched_together() -> None:
+    cost, tables = build(), load_tables("h200")
+    prompts = [(0, 512)] * 16
+    terms = step_breakdown(cost, prefill=prompts)
+    assert terms["prefill_attention"] == pytest.approx(
+        10 * float(tables.attention_prefill(16, 2, 256, "bf16", 16, 512).latency_us)
+    )
+    state = sum(float(tables.gdn(op, 16, 32, 16, 512).latency_us) for op in ("conv_prefill", "chunk_prefill"))
+    assert terms["prefill_state"] == pytest.approx(30 * state)
+    alone = step_breakdown(cost, prefill=prompts[:1])
+    assert terms["prefill_state"] < 0.5 * 16 * alone["prefill_state"]
+
+
+def test_one_prompt_costs_what_the_table_says_and_unequal_ones_no_more_than_alone() -> None:
+    cost = build()
+    alone = [step_breakdown(cost, prefill=[prompt])["prefill_attention"] for prompt in ((0, 4000), (1000, 300))]
+    together = step_breakdown(cost, prefill=[(0, 4000), (1000, 300)])["prefill_attention"]
+    assert max(alone) < together <= sum(alone)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from lab.errors import InfeasibleError, UsageError
-from simulator import sweep
+from simulator import cells, sweep, workers
 from simulator.scenario import expand
 from simulator.sweep import plan_cells, run_sweep
 
@@ -74,7 +74,7 @@ def test_an_interrupted_sweep_resumes_and_runs_nothing_twice(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    whole = sweep.run_cell
+    whole = cells.run_cell
 
     def dies_after_five(payload: str, folder: Path, keep_steps: bool) -> None:
         if len(calls) == 5:
@@ -121,9 +121,13 @@ def cell(**sections: Any) -> dict[str, Any]:
         (cell(tensor_parallel_size=3), "does not divide num_attention_heads"),
         (cell(engine={"num_gpu_blocks_override": 20}), "max_num_seqs .256. exceeds available Mamba cache blocks .20."),
         (cell(engine={"num_gpu_blocks_override": 20, "max_num_seqs": 8}), "largest max_model_len that fits is"),
+        (
+            cell(engine={"num_gpu_blocks_override": 900}, speculation={"tree": ["1,1", "2,2"]}),
+            "counts blocks of one state method and tree, and this sweep has 2",
+        ),
         (cell(engine={"enable_prefix_caching": True}), "enable_prefix_caching = true"),
         (cell(engine={"max_model_len": 100}), "longest request of the workload has 110 tokens"),
-        (cell(engine={"enable_chunked_prefill": False, "max_num_batched_tokens": 64}), "longest prompt, 100 tokens"),
+        (cell(engine={"enable_chunked_prefill": False, "max_num_batched_tokens": 64}), "longest request, 110 tokens"),
         (cell(engine={"max_num_batched_tokens": 3}), "below the 4 rows of tree"),
         (cell(gpu="a100"), "gpu is 'a100'; allowed are h200, b200, h100"),
         (
@@ -155,18 +159,17 @@ def test_a_single_cell_that_cannot_run_is_an_error() -> None:
 def test_a_sweep_survives_workers_that_die(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deaths = []
 
-    def dies_once(tasks: Any, jobs: int, keep_steps: bool) -> Any:
-        payload, folder = tasks[0]
-        sweep.run_cell(payload, folder, keep_steps)
+    def dies_once(work: Any, tasks: Any, jobs: int) -> Any:
+        work(*tasks[0])
         yield None
         if not deaths:
-            deaths.append(folder)
-            raise sweep.BrokenProcessPool
-        for payload, folder in tasks[1:]:
-            sweep.run_cell(payload, folder, keep_steps)
+            deaths.append(tasks[0])
+            raise workers.BrokenProcessPool
+        for task in tasks[1:]:
+            work(*task)
             yield None
 
-    monkeypatch.setattr(sweep, "_run_parallel", dies_once)
+    monkeypatch.setattr(workers, "run_parallel", dies_once)
     out = run_sweep(RAW, expand(RAW), tmp_path / "out", jobs=2, keep_steps=True)
     assert len(deaths) == 1
     assert (out / "summary.csv").read_bytes() == (run / "summary.csv").read_bytes()
@@ -179,5 +182,5 @@ def test_changed_input_files_are_not_resumed(tmp_path: Path) -> None:
         trace.write_text(f"input_tokens,output_tokens\n{tokens},5\n")
         workload = {"trace": str(trace), "max_concurrency": 1, "num_requests": 2}
         (scenario,) = expand({**cell(), "workload": workload})
-        keys.append(sweep._key(scenario, keep_steps=False))
+        keys.append(cells.cell_key(scenario, keep_steps=False))
     assert keys[0] != keys[1]

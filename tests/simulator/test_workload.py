@@ -103,7 +103,7 @@ def test_gamma_with_burstiness_one_is_poisson() -> None:
 
 def test_extremely_bursty_arrivals_stay_finite_and_ordered() -> None:
     for count in (1, 3, 500):
-        load = workload(arrivals="gamma", request_rate=2, num_requests=count, burstiness=1e-4)
+        load = workload(arrivals="gamma", request_rate=2, num_requests=count, burstiness=1e-3)
         times = whole(load).arrival_s
         assert np.isfinite(times).all()
         assert (np.diff(times) >= 0).all()
@@ -445,15 +445,15 @@ def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str) -> None:
         ("input_tokens,output_tokens\n1,2\n", "has no column t_s or t_ms, which arrivals 'trace' needs"),
         (
             "t_s,input_tokens,output_tokens\n0,1,2\n-1,1,2\n",
-            "column t_s, row 2: '-1' is not a number, 0 or more",
+            "column t_s, row 2: '-1' is not a time from 0 to 1e+10 s",
         ),
         (
             "t_ms,input_tokens,output_tokens\nnan,1,2\n",
-            "column t_ms, row 1: 'nan' is not a number, 0 or more",
+            "column t_ms, row 1: 'nan' is not a time from 0 to 1e+10 s",
         ),
         (
             "t_s,input_tokens,output_tokens\n0,1,2\n,1,2\n",
-            "column t_s, row 2: an empty field is not a number",
+            "column t_s, row 2: an empty field is not a time",
         ),
         (
             "t_s,input_tokens,output_tokens\n0,1,2\n7,1,2\n6.5,1,2\n",

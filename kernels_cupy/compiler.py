@@ -1,0 +1,91 @@
+"""Compiles the CUDA sources of this package with NVRTC through CuPy; every variant once per process.
+
+A variant is a source file and the macros that specialise it. CuPy keeps the machine code on disk
+(`CUPY_CACHE_DIR`), so only the first run on a machine pays for compilation.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lab.errors import MissingError
+
+SOURCE_DIR = Path(__file__).parent / "src"
+OPTIONS = ("-std=c++17",)
+
+#: Source file -> its kernels.
+KERNELS = {
+    "verify.cu": ("verify",),
+    "commit.cu": ("fold_rows",),
+    "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes"),
+    "serial.cu": ("recur", "scatter_states"),
+}
+
+#: Python files that a measurement depends on, beside the CUDA sources.
+MEASURED = ("closed_form.py", "serial.py", "timer.py")
+
+
+@cache
+def load_cupy() -> ModuleType:
+    """The `cupy` module; raises `MissingError` when it or a GPU is not there."""
+    try:
+        import cupy
+    except ImportError:
+        raise MissingError(
+            "the CUDA kernels need CuPy; install the extra with: pip install 'treewy-lab[gpu]'"
+        ) from None
+    try:
+        cupy.cuda.runtime.getDevice()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise MissingError(f"the CUDA kernels need an NVIDIA GPU: {error}") from None
+    return cupy  # type: ignore[no-any-return]
+
+
+@cache
+def multiprocessors() -> int:
+    """Multiprocessors of the current GPU."""
+    return int(load_cupy().cuda.Device().attributes["MultiProcessorCount"])
+
+
+def source_text(file: str) -> str:
+    """A source with its own headers put in place, so that the text alone decides what is compiled."""
+    text = (SOURCE_DIR / file).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(\w+\.cuh)"$', lambda match: source_text(match[1]), text, flags=re.MULTILINE).replace(
+        "#pragma once\n", ""
+    )
+
+
+def source_hash() -> str:
+    """Hash of every CUDA source and of the Python that lays out, launches and times them."""
+    digest = sha256()
+    package = Path(__file__).parent
+    for path in sorted([*SOURCE_DIR.glob("*.cu*"), *(package / name for name in MEASURED)]):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def macro_options(macros: dict[str, int]) -> tuple[str, ...]:
+    return OPTIONS + tuple(f"-D{name}={value}" for name, value in sorted(macros.items()))
+
+
+@cache
+def _module(file: str, options: tuple[str, ...]) -> Any:
+    return load_cupy().RawModule(code=source_text(file), options=options, backend="nvrtc")
+
+
+@cache
+def _kernel(file: str, name: str, options: tuple[str, ...], shared_bytes: int) -> Any:
+    kernel = _module(file, options).get_function(name)
+    if shared_bytes > 48 * 1024:
+        kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return kernel
+
+
+def kernel(file: str, name: str, shared_bytes: int = 0, **macros: int) -> Any:
+    """A compiled kernel, ready to be launched with up to `shared_bytes` of dynamic shared memory."""
+    return _kernel(file, name, macro_options(macros), shared_bytes)

@@ -1,0 +1,311 @@
+"""The correctness gate of the CUDA kernels: every method against the float64 recurrence.
+
+`python -m kernels_cupy.gate --out gate.json [--trees 17] [--quick]` writes a record of the worst errors.
+
+Each case runs several steps of `verify` and `commit` in a closed loop on a batch with a tree of its own for every
+request, random acceptances (also none), padding, and outputs and scratch that hold NaN before. Errors are relative: u
+and states in the Frobenius norm of a request's head; outputs as what exceeds bf16 rounding, against the row's largest
+value (at least |S| |q|, spread evenly).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels_cupy import reference
+from kernels_cupy.arrays import state_bits
+from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.compiler import kernel, load_cupy, source_hash
+from kernels_cupy.sessions import SESSIONS, LogSession
+from lab import oracle
+from lab.methods.base import LayerHeads
+from lab.methods.protocol import SessionSpec
+
+#: Largest errors allowed: fp32 state, and what rounding the state to bf16 once per write adds.
+LIMITS = {
+    "float32": {"u": 1e-5, "output": 1e-4, "state": 1e-5},
+    "bfloat16": {"u": 1e-5, "output": 1e-4, "state": 4e-3},
+}
+#: replayssm keeps u in bf16, which rounds the state it stands for.
+REPLAYSSM = {"u": 4e-3, "state": 1e-2}
+#: A flush inside the verification may round a number to its other neighbour, and goes on with it.
+FLUSH_BF16 = {"u": 5e-4, "output": 1e-2}
+#: A storeall tree with a bf16 state rounds every row's state, which its children start from.
+STOREALL_BF16 = {"output": 0.5, "state": 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    method: str
+    state_dtype: str
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    rows: int
+    max_path: int
+    batch: int
+    steps: int = 5
+    log_rows: int = 0
+
+    @property
+    def heads(self) -> LayerHeads:
+        return LayerHeads(self.key_heads, self.value_heads, self.head_dim, self.head_dim, self.state_dtype)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.method}-{self.state_dtype}-H{self.key_heads}x{self.value_heads}-D{self.head_dim}"
+            f"-N{self.rows}-P{self.max_path}-B{self.batch}"
+        )
+
+
+def cases(trees: int, quick: bool) -> Iterator[Case]:
+    """Methods x state types x head groupings x rows; `trees` random trees per case and its odd batch."""
+    groupings = [(2, 2), (2, 4), (1, 3), (1, 4), (1, 8)]
+    sizes = [(1, 1), (2, 2), (7, 7), (15, 15), (16, 5), (17, 17), (40, 8), (40, 40), (64, 12), (64, 64)]
+    if quick:
+        groupings, sizes = [(2, 4)], [(1, 1), (16, 5), (17, 17), (64, 12)]
+    for dtype, (HK, HV), (rows, path) in itertools.product(("float32", "bfloat16"), groupings, sizes):
+        for method in SESSIONS:
+            if method in ("recurrent", "deltalog") and rows > 1:
+                continue
+            if method == "replayssm" and path < rows:
+                continue
+            batch = trees + (1 - trees % 2)
+            yield Case(method, dtype, HK, HV, 128, rows, path, batch, log_rows=4 if method == "deltalog" else 0)
+    for dtype, method, batch in itertools.product(("float32", "bfloat16"), SESSIONS, (1, 3)):
+        rows = 1 if method in ("recurrent", "deltalog") else 4 if method == "replayssm" else 16
+        path = rows if method == "replayssm" else min(rows, 4)
+        yield Case(method, dtype, 16, 32, 128, rows, path, batch)
+        yield Case(method, dtype, 2, 4, 64, rows, path, batch)
+
+
+def run(case: Case, seed: int = 0) -> dict[str, float]:
+    """Worst errors of one case: `u`, `output`, `state`, and how far `materialise` is from the stored state."""
+    cp = load_cupy()
+    heads = case.heads
+    rng = np.random.default_rng([seed, case.rows, case.max_path, case.batch, case.value_heads])
+    chain = case.method == "replayssm" or (case.method == "storeall" and case.rows % 2 == 1)
+    path = case.rows if chain else case.max_path
+    spec = SessionSpec(heads, case.batch, case.rows, path, chain, case.log_rows)
+    slots = case.batch + 2
+    indices = rng.permutation(slots)[: case.batch].astype(np.int32)
+    if case.batch > 2:
+        indices[case.batch // 2] = -1
+    live = np.flatnonzero(indices >= 0)
+    initial = rng.standard_normal((slots, heads.value_heads, heads.value_dim, heads.key_dim), np.float32) * 0.3
+    session = SESSIONS[case.method](spec, cp.asarray(initial), indices)
+    stored = state_bits(initial, heads.state_dtype)
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    state = stored[cp.asarray(np.maximum(indices, 0))].astype(np.float64)
+    rounds = heads.state_dtype == "bfloat16" or case.method == "replayssm"
+    worst: dict[str, float] = {}
+
+    def note(kind: str, error: Any) -> None:
+        value = float(cp.nan_to_num(cp.max(error), nan=np.inf))
+        worst[kind] = max(worst.get(kind, 0.0), value)
+
+    for step in range(case.steps):
+        if chain:
+            parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
+        else:
+            parents = reference.random_parents(rng, case.batch, case.rows, path)
+        operands = reference.random_operands(cp, rng, case.batch, case.rows, heads, parents)
+        if heads.state_dtype == "bfloat16" and isinstance(session, LogSession):
+            round_flushed(cp, session, state)
+        expected = reference.recurrence(cp, state, operands, parents)
+        if step == 0 and case.rows <= 17:
+            check_reference(cp, state, operands, parents, expected, int(live[0]))
+        if step == 2 and case.method != "recurrent":  # rows of this verification are discarded
+            session.verify(operands)
+        session.outputs.fill(0x7FC0)
+        outputs = session.verify(operands)
+        found = (outputs.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        if case.batch > 2 and not bool(cp.isnan(found[case.batch // 2]).all()):
+            worst["padding"] = np.inf
+        difference = cp.abs(found - expected.outputs)[live] - 2.0**-8 * cp.abs(expected.outputs[live])
+        usual = cp.sqrt((expected.states[live] ** 2).sum((-1, -2))) / heads.key_dim**1.5  # |S| |q| / |V|
+        largest = cp.maximum(cp.abs(expected.outputs[live]).max(-1), usual)
+        note("output", cp.maximum(difference, 0).max(-1) / cp.maximum(largest, 1e-6))
+        if hasattr(session, "layer"):
+            note("u", factor_error(cp, session, expected.u, live))
+
+        accepted = rng.integers(-1, case.rows, case.batch).astype(np.int32)
+        if case.method == "recurrent":
+            accepted[:] = 0
+        session.commit(cp.asarray(accepted))
+        taken = cp.asarray(np.maximum(accepted, 0))
+        chosen = expected.states[cp.arange(case.batch), taken]
+        state = cp.where(cp.asarray(accepted >= 0)[:, None, None, None], chosen, state)
+        if rounds or step % 2 == 0:
+            found = dense_states(cp, session, live)
+            note("state", state_error(cp, found, state[live]))
+            if rounds:  # what is stored is what the next step starts from
+                state[live] = found
+        del expected
+    session.flush()
+    note("state", state_error(cp, dense_states(cp, session, live), state[live]))
+    request = int(live[-1])
+    materialised = cp.asarray(session.materialise(request), np.float64)
+    note("materialise", state_error(cp, materialised[None], dense_states(cp, session, live[-1:])))
+    return worst
+
+
+def round_flushed(cp: Any, session: Any, state: Any) -> None:
+    """Round, as the kernel does, the states that the next verification folds, stores and goes on with."""
+    length = cp.asnumpy(session.log.length)
+    flushes = np.flatnonzero((length > 0) & (length + session.log.reserve > session.log.capacity))
+    if len(flushes):
+        bits = state_bits(state[flushes], "bfloat16")
+        state[flushes] = (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def check_reference(cp: Any, state: Any, operands: Any, parents: Any, expected: Any, request: int) -> None:
+    """The batched reference equals the oracle on one request."""
+    host = reference.on_host(operands, cp)
+    rows = oracle.prepare(host, request)
+    outputs, states, u = oracle.sequential(cp.asnumpy(state[request]), *rows, parents[request])
+    for ours, theirs in zip((expected.outputs, expected.states, expected.u), (outputs, states, u), strict=True):
+        np.testing.assert_allclose(cp.asnumpy(ours[request]), theirs, rtol=1e-8, atol=1e-9)
+
+
+def dense_states(cp: Any, session: Any, live: Any) -> Any:
+    """Committed states `[live, HV, V, K]` float64 of all live requests, with what waits in their logs."""
+
+    def floats(x: Any) -> Any:
+        return ((x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x).astype(np.float64)
+
+    slots = session.slot_table[:, -1] if hasattr(session, "slot_table") else session.slots
+    if hasattr(session, "nodes") and not session.spec.chain:
+        slots = session.slots
+    states = floats(session.pool[slots[live]])
+    if isinstance(session, LogSession):
+        length = cp.asnumpy(session.log.length)
+        for i, b in enumerate(live.tolist()):
+            rows = session.log.row_list[b, : int(length[b])]
+            if len(rows):
+                u, k, G = floats(session.layer.u[b, rows]), floats(session.layer.k[b, rows]), session.layer.g[b, rows]
+                G = G.astype(np.float64).cumsum(0)
+                k = k / cp.sqrt((k * k).sum(-1, keepdims=True) + session.spec.norm_eps)
+                k = cp.repeat(k, session.spec.group, axis=1)
+                weighted = (cp.exp(G[-1] - G)[..., None] * u).transpose(1, 2, 0)
+                states[i] = cp.exp(G[-1])[:, None, None] * states[i] + cp.matmul(weighted, k.transpose(1, 0, 2))
+    return states
+
+
+def factor_error(cp: Any, session: Any, expected: Any, live: Any) -> Any:
+    """Relative error of u per request and head over all rows of the tree."""
+    batch, rows = expected.shape[:2]
+    place = cp.broadcast_to(cp.arange(rows), (batch, rows))
+    if isinstance(session, LogSession):
+        length = session.log.length[:, None]
+        place = cp.take_along_axis(session.log.row_list, length + place, axis=1)
+    u = session.layer.u[cp.arange(batch)[:, None], place]
+    if u.dtype == np.uint16:
+        u = (u.astype(np.uint32) << 16).view(np.float32)
+    error = cp.sqrt(((u.astype(np.float64) - expected) ** 2).sum((1, 3))[live])
+    return error / cp.sqrt((expected**2).sum((1, 3))[live])
+
+
+def state_error(cp: Any, found: Any, expected: Any) -> Any:
+    """Relative error per request and head; states that have all but vanished count against 1e-6."""
+    error = cp.sqrt(((found.astype(np.float64) - expected) ** 2).sum((-1, -2)))
+    return error / cp.maximum(cp.sqrt((expected**2).sum((-1, -2))), 1e-6)
+
+
+def failures(case: Case, worst: dict[str, float]) -> list[str]:
+    """The kinds of error that exceed their limits."""
+    limits = {**LIMITS[case.state_dtype], "materialise": 1e-6, "padding": 0.0}
+    if case.method in ("treewy", "treelog", "deltalog", "replayssm") and case.state_dtype == "bfloat16":
+        limits |= FLUSH_BF16
+    if case.method == "replayssm":
+        limits |= {kind: max(limit, limits[kind]) for kind, limit in REPLAYSSM.items()}
+    if case.method == "storeall" and case.state_dtype == "bfloat16":
+        limits |= STOREALL_BF16
+    return [kind for kind, value in worst.items() if not value <= limits[kind]]
+
+
+def compile_all(trees: int, quick: bool) -> None:
+    """Fill CuPy's disk cache with the verification variants of all cases, several at a time."""
+    plans = set()
+    for case in cases(trees, quick):
+        if case.method in ("recurrent", "storeall"):
+            continue
+        capacity = {"bole": 0, "treewy": case.max_path, "treelog": max(16, case.max_path), "deltalog": 4,
+                    "replayssm": max(16, case.rows)}[case.method]  # fmt: skip
+        plan = VerifyPlan.choose(case.heads, case.rows, capacity, case.batch, case.method == "replayssm")
+        plans.add(tuple(sorted(plan.macros.items())))
+    compile_plans(plans)
+
+
+def compile_plans(plans: set[tuple[tuple[str, int], ...]], processes: int = 12) -> None:
+    """Compile verification variants, given by their macros, several at a time."""
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(compile_one, sorted(plans), chunksize=1)
+
+
+def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
+    kernel("verify.cu", "verify", **dict(macros)).attributes  # noqa: B018 - reading the attributes loads the module
+
+
+def case_record(case: Case) -> dict[str, Any]:
+    """The case, its worst errors, and what failed."""
+    try:
+        worst = run(case)
+        failed = failures(case, worst)
+    except Exception as error:  # one broken case must not hide the others
+        worst, failed = {}, [f"{type(error).__name__}: {error}"]
+    load_cupy().get_default_memory_pool().free_all_blocks()
+    return {**asdict(case), "errors": worst, "failed": failed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare every method on this GPU with the float64 recurrence.")
+    parser.add_argument("--out", type=Path, help="write the record (JSON) here")
+    parser.add_argument("--trees", type=int, default=17, help="requests, each with its own tree, per step (default 17)")
+    parser.add_argument("--processes", type=int, default=4, help="cases that run at a time (default 4)")
+    parser.add_argument("--quick", action="store_true", help="one head grouping and four sizes")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    compile_all(options.trees, options.quick)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        record = pool.map(case_record, cases(options.trees, options.quick), chunksize=1)
+    red = sum(bool(entry["failed"]) for entry in record)
+    for entry in record:
+        if entry["failed"]:
+            print(entry, flush=True)
+    summary: dict[str, dict[str, float]] = {}
+    for entry in record:
+        group = summary.setdefault(f"{entry['method']} {entry['state_dtype']}", {"cases": 0, "trees": 0})
+        group["cases"] += 1
+        group["trees"] += entry["batch"] * entry["steps"]
+        for kind, value in entry["errors"].items():
+            group[kind] = max(group.get(kind, 0.0), value)
+    for name, group in summary.items():
+        print(
+            f"{name:22}",
+            {key: f"{value:.2e}" if isinstance(value, float) else value for key, value in group.items()},
+        )
+    print(f"{len(record)} cases, {red} red, {time.perf_counter() - start:.0f} s")
+    if options.out:
+        device = load_cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
+        result = {"device": device, "source_hash": source_hash(), "summary": summary, "cases": record}
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return int(red > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

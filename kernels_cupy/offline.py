@@ -1,0 +1,167 @@
+"""Compiles every kernel variant without a GPU, with NVRTC or nvcc, and reads registers, spills and shared memory.
+
+`python -m kernels_cupy.offline` rewrites `resources.csv`, the table of the variants that ship.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import io
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.compiler import KERNELS, macro_options, source_text
+from lab.errors import MissingError
+from lab.methods.base import LayerHeads
+
+TABLE = Path(__file__).parent / "resources.csv"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A source file and the macros that specialise it."""
+
+    file: str
+    macros: tuple[tuple[str, int], ...] = ()
+    dynamic_shared_bytes: int = 0
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.macros)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one kernel of a variant takes; bytes per thread for spills, per CTA for shared memory."""
+
+    kernel: str
+    variant: str
+    arch: str
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    static_shared_bytes: int
+    dynamic_shared_bytes: int
+
+
+def variants() -> Iterator[Variant]:
+    """The variants that the shipped methods launch on 16 key and 32 value heads of 128, and heads of 64."""
+    yield Variant("cursors.cu")
+    for bf16 in (0, 1):
+        for dim in (128, 64):
+            state = (("DIM", dim), ("STATE_BF16", bf16))
+            yield Variant("serial.cu", state)
+            yield Variant("commit.cu", state)
+            dtype = "bfloat16" if bf16 else "float32"
+            heads = LayerHeads(16, 32, dim, dim, dtype)
+            sizes = [(1, 16), (8, 0), (16, 0), (16, 16), (32, 16), (40, 16), (64, 0), (64, 16), (64, 64)]
+            plans = {}
+            for rows, log_rows in sizes if dim == 128 else [(16, 0), (16, 16)]:
+                for batch in (1, 256):
+                    plan = VerifyPlan.choose(heads, rows, log_rows, batch)
+                    plans[tuple(sorted(plan.macros.items()))] = plan.shared_bytes
+            for macros, shared_bytes in plans.items():
+                yield Variant("verify.cu", macros, shared_bytes)
+        yield Variant("commit.cu", (("LOG_BF16", 1), ("STATE_BF16", bf16)))
+        plan = VerifyPlan.choose(LayerHeads(16, 32, 128, 128, "bfloat16" if bf16 else "float32"), 4, 16, 256, True)
+        yield Variant("verify.cu", tuple(sorted(plan.macros.items())), plan.shared_bytes)
+
+
+def compile_variant(variant: Variant, arch: str) -> list[Resources]:
+    """Compile for `arch`; raises `RuntimeError` with the compiler's words, `MissingError` without a compiler."""
+    if library := _nvrtc_path():
+        log = _nvrtc(variant, arch, library)
+    elif shutil.which("nvcc"):
+        log = _nvcc(variant, arch)
+    else:
+        raise MissingError("no CUDA compiler: install nvcc or the wheel nvidia-cuda-nvrtc")
+    return read_log(log, variant, arch)
+
+
+def read_log(log: str, variant: Variant, arch: str) -> list[Resources]:
+    """Resources from the words of `ptxas -v`."""
+    found = []
+    for name, part in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", log, re.DOTALL):
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match[1]) if match else 0
+
+        found.append(
+            Resources(
+                name, variant.label, arch, number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"),
+                number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes smem"), variant.dynamic_shared_bytes,
+            )
+        )  # fmt: skip
+    missing = set(KERNELS[variant.file]) - {resources.kernel for resources in found}
+    if missing:
+        raise RuntimeError(f"{variant.file}: the compiler names no {', '.join(sorted(missing))}:\n{log}")
+    return found
+
+
+def _nvcc(variant: Variant, arch: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / variant.file
+        source.write_text(source_text(variant.file), encoding="utf-8")
+        command = ["nvcc", "-cubin", "-Xptxas", "-v", f"-arch={arch}", *macro_options(dict(variant.macros))]
+        done = subprocess.run(
+            [*command, "-o", f"{folder}/out.cubin", str(source)], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"{variant.file} {variant.label} {arch}:\n{done.stderr}")
+    return done.stderr
+
+
+def _nvrtc_path() -> Path | None:
+    """The NVRTC library of the pip wheels, CUDA 13 before 12."""
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        found = sorted(Path(folder).glob("cu*/lib/libnvrtc.so.*")) + sorted(
+            Path(folder).glob("cuda_nvrtc/lib/libnvrtc.so.*")
+        )
+        found = [path for path in found if "builtins" not in path.name and "alt" not in path.name]
+        if found:
+            return found[0]
+    return None
+
+
+def _nvrtc(variant: Variant, arch: str, library: Path) -> str:
+    nvrtc = ctypes.CDLL(str(library))
+    program = ctypes.c_void_p()
+    text = source_text(variant.file).encode()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, variant.file.encode(), 0, None, None):
+        raise RuntimeError("nvrtcCreateProgram failed")
+    words = [f"-arch={arch}", "--ptxas-options=-v", *macro_options(dict(variant.macros))]
+    options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+    status = nvrtc.nvrtcCompileProgram(program, len(words), options)
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if status:
+        raise RuntimeError(f"{variant.file} {variant.label} {arch}:\n{log.value.decode()}")
+    return log.value.decode()
+
+
+def table() -> str:
+    """The resource table of all variants on sm_90, as CSV."""
+    rows = [row for variant in variants() for row in compile_variant(variant, "sm_90")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Resources)])
+    writer.writerows(astuple(row) for row in sorted(rows, key=lambda row: (row.kernel, row.variant)))
+    return text.getvalue()
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")

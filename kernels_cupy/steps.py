@@ -1,0 +1,272 @@
+"""Layers, operands and launches of one state method, laid out for measurement and ready for graph capture.
+
+A `Step` holds several layers with memory of their own, so that a pass over them finds nothing in the L2 cache, and the
+cursors that a model keeps once per request. Its phases are functions that only launch kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kernels_cupy.closed_form import Fold, Layer, Log, Verification, VerifyPlan, tree_masks
+from kernels_cupy.compiler import load_cupy
+from kernels_cupy.serial import Recurrence, Scatter, commit_index
+from lab.methods import deltalog, replayssm, treelog
+from lab.methods.base import LayerHeads
+from lab.methods.logs import mean_log_rows, steps_per_flush
+from lab.methods.protocol import Operands
+from lab.trees import DraftTree
+
+#: Methods that keep a log of accepted rows.
+LOG_METHODS = ("treewy", "treelog", "deltalog", "replayssm")
+CUDA_METHODS = ("recurrent", "storeall", "bole", *LOG_METHODS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One point of the grid: a method on a layer shape, batch and tree."""
+
+    method: str
+    heads: LayerHeads
+    batch: int
+    tree: DraftTree
+
+    @property
+    def rows_committed(self) -> float:
+        """Rows that a step commits on average: 60 % of a chain's rows, a path of 3 on trees."""
+        rows = self.tree.num_rows
+        return max(0.6 * rows, 1.0) if self.tree.is_chain else float(min(3, self.tree.max_depth + 1))
+
+    @property
+    def log_limits(self) -> tuple[int, int]:
+        """Capacity of the log and rows that a step reserves."""
+        rows, path = self.tree.num_rows, self.tree.max_depth + 1
+        return {
+            "treewy": (path, path),
+            "treelog": (max(treelog.LOG_ROWS, path), path),
+            "deltalog": (deltalog.LOG_ROWS, 1),
+            "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
+        }[self.method]
+
+    @property
+    def steps_per_flush(self) -> float:
+        if self.method == "treewy":
+            return 1.0
+        return steps_per_flush(*self.log_limits, self.rows_committed)
+
+    @property
+    def mean_log_rows(self) -> float:
+        if self.method == "treewy":
+            return self.rows_committed
+        return mean_log_rows(self.steps_per_flush, self.rows_committed)
+
+    def record_bytes(self, rows: float) -> float:
+        """Bytes of `rows` factor records: u, raw k in bf16, g."""
+        width = 2 if self.method == "replayssm" else 4
+        heads = self.heads
+        per_value_head = width * heads.value_dim + 4
+        return rows * (heads.value_heads * per_value_head + 2 * heads.key_heads * heads.key_dim)
+
+    def bytes_moved(self, phase: str) -> float:
+        """Fewest bytes that the phase moves per layer: every state, operand and record once."""
+        heads, rows, committed = self.heads, self.tree.num_rows, self.rows_committed
+        state = heads.state_bytes
+        operands = rows * (heads.operand_bytes - 4 * heads.value_heads)  # gates are bf16 here
+        fold = 2 * state + self.record_bytes(committed)
+        if self.method in ("recurrent", "storeall"):
+            verify, commit = float((1 + rows) * state + operands), 0.0  # a tree's parents come from the L2 cache
+            if self.method == "storeall" and not self.tree.is_chain:
+                commit = 2.0 * state
+        elif self.method == "bole":
+            verify, commit = state + operands + self.record_bytes(rows), fold
+        else:
+            verify = state + operands + self.record_bytes(rows + self.mean_log_rows)
+            if self.method == "treewy":
+                verify += state
+            commit = 0.0
+        flush = 2 * state + self.record_bytes(self.log_limits[0]) if phase == "flush" else 0.0
+        amortised = 0.0
+        if self.method in LOG_METHODS and self.method != "treewy":
+            amortised = state / self.steps_per_flush
+        per_request = {"verify": verify, "commit": commit, "flush": flush, "step": verify + commit + amortised}
+        return self.batch * per_request[phase]
+
+    def layer_bytes(self) -> float:
+        """Device memory of one layer."""
+        rows, states = self.tree.num_rows, 1
+        if self.method == "storeall":
+            states = rows + 1
+        operands = rows * self.heads.operand_bytes
+        records = 0.0
+        if self.method in LOG_METHODS or self.method == "bole":
+            records = self.record_bytes(rows + (self.log_limits[0] if self.method in LOG_METHODS else 0))
+        return self.batch * (states * self.heads.state_bytes + operands + records)
+
+
+class Step:
+    """`layers` layers of one `Shape`; `phases` names what can be timed alone and, as `step`, together."""
+
+    def __init__(self, shape: Shape, layers: int, seed: int = 0, plan: VerifyPlan | None = None) -> None:
+        cp, heads, batch, tree = load_cupy(), shape.heads, shape.batch, shape.tree
+        self.shape, self.num_layers = shape, layers
+        rng = np.random.default_rng(seed)
+        rows = tree.num_rows
+        self.slots = cp.asarray(rng.permutation(batch).astype(np.int32))
+        self.masks = tree_masks(cp.asarray(tree.parent_array()))
+        self.accepted = cp.asarray(accepted_rows(shape, rng))
+        operands = [random_operands(cp, seed + i, shape) for i in range(layers)]
+        outputs = [cp.empty((batch, rows, heads.value_heads, heads.value_dim), np.uint16) for _ in range(layers)]
+        pools = [random_states(cp, seed + i, batch, heads) for i in range(layers)]
+        self._keep: list[Any] = [operands, outputs, pools]
+        self.phases: dict[str, Callable[[], None]] = {}
+        if shape.method in ("recurrent", "storeall"):
+            self._serial(operands, outputs, pools)
+        else:
+            self._closed_form(operands, outputs, pools, plan, rng)
+
+    def _serial(self, operands: list[Operands], outputs: list[Any], pools: list[Any]) -> None:
+        cp, shape = load_cupy(), self.shape
+        batch, rows, heads = shape.batch, shape.tree.num_rows, shape.heads
+        if shape.method == "recurrent":
+            slots = self.slots
+            verify = [
+                Recurrence(heads, x, o, pool, slots, pool, slots[:, None])
+                for x, o, pool in zip(operands, outputs, pools, strict=True)
+            ]
+            self.phases["verify"] = self.phases["step"] = lambda: launch_all(verify)
+            return
+        chain = shape.tree.is_chain
+        table = np.arange(batch * rows, dtype=np.int32).reshape(batch, rows)
+        if chain:  # one pool: slots of the rows, then of the committed states
+            nodes = [cp.zeros((batch * (rows + 1), *pool.shape[1:]), pool.dtype) for pool in pools]
+            for node, pool in zip(nodes, pools, strict=True):
+                node[batch * rows :] = pool
+            pools[:] = nodes
+        else:
+            nodes = [cp.zeros((batch, rows, *pool.shape[1:]), pool.dtype) for pool in pools]
+        committed = cp.asnumpy(self.slots)[:, None] + (batch * rows if chain else 0)
+        slot_table = cp.asarray(np.concatenate([table, committed], axis=1).astype(np.int32))
+        self._keep += [nodes, slot_table]
+        parent = None if chain else cp.asarray(shape.tree.parent_array())
+        verify = [
+            Recurrence(heads, x, o, pool, slot_table[:, -1], node, slot_table, parent)
+            for x, o, pool, node in zip(operands, outputs, pools, nodes, strict=True)
+        ]
+        self.phases["verify"] = lambda: launch_all(verify)
+        if chain:
+
+            def commit() -> None:
+                commit_index(self.accepted, slot_table)
+        else:
+            scatter = Scatter(nodes, pools, self.slots)
+
+            def commit() -> None:
+                scatter(self.accepted)
+
+            self.phases["commit"] = commit
+
+        def step() -> None:
+            launch_all(verify)
+            commit()
+
+        self.phases["step"] = step
+
+    def _closed_form(
+        self, operands: list[Operands], outputs: list[Any], pools: list[Any], plan: VerifyPlan | None,
+        rng: np.random.Generator,
+    ) -> None:  # fmt: skip
+        cp, shape = load_cupy(), self.shape
+        batch, rows, heads = shape.batch, shape.tree.num_rows, shape.heads
+        log = Log(batch, rows, *shape.log_limits) if shape.method in LOG_METHODS else None
+        idle = Log(batch, rows, *shape.log_limits) if log else None  # never flushes: for the verification alone
+        record_rows = log.record_rows if log else rows
+        layers = [Layer(pool, heads, batch, record_rows, shape.method == "replayssm") for pool in pools]
+        for layer in layers:  # unwritten records are NaN; out of phase, logs start with some of them
+            for x in (layer.u, layer.k, layer.g):
+                x.fill(0)
+
+        def verifications(log: Log | None) -> list[Verification]:
+            return [
+                Verification(layer, self.slots, x, self.masks, o, log, plan=plan)
+                for layer, x, o in zip(layers, operands, outputs, strict=True)
+            ]
+
+        verify = verifications(log)
+        self.plan = verify[0].plan
+        fold = Fold(layers, self.slots, rows)
+        self._keep += [layers, log, idle]
+        if log is None or idle is None:
+            self.phases["verify"] = lambda: launch_all(verify)
+            self.phases["commit"] = lambda: fold.path(self.accepted, self.masks)
+
+            def step() -> None:
+                launch_all(verify)
+                fold.path(self.accepted, self.masks)
+        else:
+            if shape.method == "treewy":  # always the path of the step before
+                idle.length[:] = log.length[:] = round(shape.rows_committed)
+            else:
+                idle.length[:] = round(shape.mean_log_rows)
+                idle.reserve = 0
+                log.length[:] = cp.asarray(rng.integers(0, log.capacity + 1, batch).astype(np.int32))
+                full = Log(batch, rows, *shape.log_limits)
+                full.length[:] = log.capacity
+                self._keep.append(full)
+                self.phases["flush"] = lambda: fold.log(full)
+            alone = verifications(idle)
+            self.phases["verify"] = lambda: launch_all(alone)
+
+            def step() -> None:
+                launch_all(verify)
+                log.advance(self.accepted, self.masks)
+
+        self.phases["step"] = step
+
+
+def launch_all(launches: list[Any]) -> None:
+    for launch in launches:
+        launch()
+
+
+def accepted_rows(shape: Shape, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Accepted row of each request, `rows_committed` rows deep on average."""
+    tree, mean = shape.tree, shape.rows_committed
+    deep = np.floor(mean) + (rng.permutation(shape.batch) < round(shape.batch * (mean % 1)))
+    row_of = {depth + 1: row for row, depth in reversed(list(enumerate(tree.depth)))}
+    return np.array([row_of[int(d)] for d in deep], np.int32)
+
+
+def random_states(cp: Any, seed: int, slots: int, heads: LayerHeads) -> Any:
+    """Random dense states in their storage type; 16-bit ones have random bits around 1/8."""
+    shape = (slots, heads.value_heads, heads.value_dim, heads.key_dim)
+    bits = random_bits(cp, seed, int(np.prod(shape)))
+    if heads.state_dtype == "bfloat16":
+        return bits.reshape(shape)
+    return (bits.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+
+def random_bits(cp: Any, seed: int, count: int) -> Any:
+    """bfloat16 numbers of random sign and mantissa with sizes from 1/8 to 1, as bits; hashed from their place."""
+    x = cp.arange(count, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(seed * 40503 + 12345)
+    x ^= x >> 15
+    x *= np.uint32(2246822519)
+    x ^= x >> 13
+    sign, rest = (x >> 16) & 0x8000, x & 0xFF
+    return (sign + 0x3E00 + (x >> 8 & 0x80) + rest % 0x80 + (x >> 17 & 0x80)).astype(np.uint16)
+
+
+def random_operands(cp: Any, seed: int, shape: Shape) -> Operands:
+    """Operands as the convolution leaves them: q, k and v packed row by row; gates bf16."""
+    heads, batch, rows = shape.heads, shape.batch, shape.tree.num_rows
+    keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    packed = random_bits(cp, seed + 101, batch * rows * (2 * keys + values)).reshape(batch, rows, -1)
+    q = packed[..., :keys].reshape(batch, rows, heads.key_heads, heads.key_dim)
+    k = packed[..., keys : 2 * keys].reshape(batch, rows, heads.key_heads, heads.key_dim)
+    v = packed[..., 2 * keys :].reshape(batch, rows, heads.value_heads, heads.value_dim)
+    a, b = random_bits(cp, seed + 202, 2 * batch * rows * heads.value_heads).reshape(2, batch, rows, -1)
+    A_log, dt_bias = cp.zeros(heads.value_heads, np.float32), cp.zeros(heads.value_heads, np.float32)
+    return Operands(q, k, v, a, b, A_log, dt_bias, None)

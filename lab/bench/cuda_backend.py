@@ -1,0 +1,157 @@
+"""The CUDA backend: the one place where the bench meets `kernels_cupy`.
+
+Importing it needs no GPU; making a `CudaBackend` does, and raises `MissingError` without one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels_cupy import device, timer
+from kernels_cupy.arrays import host_floats
+from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.compiler import kernel, load_cupy, multiprocessors
+from kernels_cupy.sessions import SESSIONS
+from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
+from lab.bench.backend import Effort, PhaseTiming
+from lab.bench.points import Point
+from lab.bench.reference import GateErrors, Reference, gate_session
+from lab.bench.timer import Timing
+from lab.bf16 import to_bits
+from lab.methods.protocol import Operands
+from lab.profiles.rows import PHASES
+
+#: Largest relative errors: bfloat16 outputs; then what rounding states (or records) to bfloat16 adds.
+SINGLE = GateErrors(4e-3, 1e-5)
+ROUNDED = GateErrors(2e-2, 2e-2)
+#: Layers cover at least this many times the L2 cache.
+CACHE_COVER = 2.2
+MAX_LAYERS = 128
+
+
+class CudaBackend:
+    """Kernels of `kernels_cupy` on the current GPU; `eager` adds timings without a CUDA graph."""
+
+    name = "cuda"
+    methods: tuple[str, ...] = CUDA_METHODS
+    bandwidth_is_bound = True
+
+    def __init__(self, eager: bool = False) -> None:
+        load_cupy()
+        self.timers: tuple[str, ...] = ("graph", "eager") if eager else ("graph",)
+
+    def prepare(self, points: Sequence[Point]) -> None:
+        """Compile the verification variants of all points in parallel processes; they stay in CuPy's disk cache."""
+        plans = {plan for point in points if (plan := self.variant(point)) is not None}
+        macros = sorted({tuple(sorted(plan.macros.items())) for plan in plans})
+        if len(macros) > 2:
+            processes = min(len(macros), len(os.sched_getaffinity(0)), 12)
+            with multiprocessing.get_context("spawn").Pool(processes) as pool:
+                pool.map(_compile, macros, chunksize=1)
+
+    def limits(self, point: Point) -> GateErrors:
+        rounds = point.heads.state_dtype == "bfloat16" or point.method == "replayssm"
+        return ROUNDED if rounds else SINGLE
+
+    def variant(self, point: Point) -> VerifyPlan | None:
+        if point.method in ("recurrent", "storeall"):
+            return None
+        shape = _shape(point)
+        capacity = shape.log_limits[0] if point.method in LOG_METHODS else 0
+        log_bf16 = point.method == "replayssm"
+        return VerifyPlan.choose(
+            point.heads, point.tree.num_rows, capacity, point.batch, log_bf16, multiprocessors()
+        )  # fmt: skip
+
+    def gate(self, point: Point, known: Reference) -> GateErrors:
+        cp = load_cupy()
+
+        def place(operands: Operands, template: NDArray[np.int32]) -> Operands:
+            index = cp.asarray(template)
+            bits = {name: cp.asarray(to_bits(getattr(operands, name)))[index] for name in ("q", "k", "v", "a", "b")}
+            return replace(operands, **bits)
+
+        try:
+            return gate_session(
+                SESSIONS[point.method], point.heads, point.batch, known, place=place,
+                spread=lambda states, template: cp.asarray(states)[cp.asarray(template)],
+                fetch=host_floats, put=cp.asarray,
+            )  # fmt: skip
+        finally:
+            cp.get_default_memory_pool().free_all_blocks()
+
+    def refusal(self, point: Point) -> str | None:
+        """Layers and the numbers that fill them must fit 90 % of the free memory."""
+        cp = load_cupy()
+        shape = _shape(point)
+        copies = 2 if point.method == "storeall" else 1
+        elements = point.batch * point.heads.value_heads * point.heads.value_dim * point.heads.key_dim
+        needed = copies * self._layers(shape) * shape.layer_bytes() + 20 * elements
+        free, _ = cp.cuda.runtime.memGetInfo()
+        if needed > 0.9 * free:
+            return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
+        return None
+
+    def phases(self, point: Point) -> tuple[str, ...]:
+        tree_commit = point.method == "storeall" and not point.tree.is_chain
+        has = {
+            "verify": True,
+            "commit": point.method == "bole" or tree_commit,
+            "flush": point.method in LOG_METHODS and point.method != "treewy",
+            "step": True,
+        }
+        return tuple(phase for phase in PHASES if has[phase])
+
+    def bytes_moved(self, point: Point, phase: str) -> float:
+        return _shape(point).bytes_moved(phase)
+
+    def measure(self, point: Point, phases: Collection[str], effort: Effort) -> Iterator[PhaseTiming]:
+        shape = _shape(point)
+        layers = self._layers(shape)
+        try:
+            step = Step(shape, layers)
+            for phase in phases:
+                calls = 1
+                if phase == "step" and point.method in LOG_METHODS:  # a sample is a whole cycle of the logs
+                    calls = max(1, round(shape.steps_per_flush))
+                for name in self.timers:
+                    timed = timer.time_graph if name == "graph" else timer.time_eager
+                    timing = timed(step.phases[phase], calls, effort.min_samples, effort.limit_s)
+                    yield PhaseTiming(phase, name, _per_layer(timing, layers))
+            step.phases.clear()  # they refer to their step: without this its memory stays until the next collection
+        finally:
+            step = None  # type: ignore[assignment]
+            load_cupy().get_default_memory_pool().free_all_blocks()
+
+    def copy_bandwidth(self) -> float:
+        return timer.copy_bandwidth()
+
+    def device(self) -> dict[str, Any]:
+        return device.device_record()
+
+    def clocks(self) -> dict[str, Any]:
+        return device.clocks()
+
+    def _layers(self, shape: Shape) -> int:
+        cache_bytes = load_cupy().cuda.Device().attributes["L2CacheSize"]
+        return min(max(int(-(-CACHE_COVER * cache_bytes // shape.layer_bytes())), 1), MAX_LAYERS)
+
+
+def _shape(point: Point) -> Shape:
+    return Shape(point.method, point.heads, point.batch, point.tree)
+
+
+def _compile(macros: tuple[tuple[str, int], ...]) -> None:
+    """Compile one variant in a process of its own; reading its attributes loads it."""
+    kernel("verify.cu", "verify", **dict(macros)).attributes  # noqa: B018
+
+
+def _per_layer(timing: timer.Timing, layers: int) -> Timing:
+    return Timing(timing.p50_us / layers, timing.p20_us / layers, timing.p80_us / layers, timing.samples)

@@ -1,0 +1,128 @@
+"""The bench's gate: two requests against the oracle, repeated over a batch, until every log has been flushed.
+
+The oracle runs once per heads and tree; every method, state type and batch is then compared with it. Request b of a
+batch is a copy of template b mod 2, in a state slot of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.bench.gate import relative_error
+from lab.bench.operands import random_operands, random_states
+from lab.methods.base import LayerHeads
+from lab.methods.protocol import Operands, Session, SessionSpec
+from lab.methods.treelog import LOG_ROWS
+from lab.oracle import OracleSession
+from lab.trees import DraftTree
+
+TEMPLATES = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """Operands, accepted rows and what the oracle makes of them.
+
+    `states` `[2, HV, V, K]` float32; per step: operands of two requests, accepted rows `[2]`, outputs `[2, N, HV, V]`.
+    `final` `[2, HV, V, K]` float64 are the states after the last step.
+    """
+
+    tree: DraftTree
+    states: NDArray[np.float32]
+    operands: tuple[Operands, ...]
+    accepted: tuple[NDArray[np.int32], ...]
+    outputs: tuple[NDArray[np.float64], ...]
+    final: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class GateErrors:
+    """Largest relative errors over steps and requests: |x - ref| / |ref| of a request's outputs and state."""
+
+    output: float
+    state: float
+
+    def excess(self, limits: GateErrors) -> str | None:
+        """Which error exceeds its limit, in words; None for a green gate."""
+        parts = [
+            f"{name} error {found:.1e} > {limit:.1e}"
+            for name, found, limit in (
+                ("output", self.output, limits.output),
+                ("state", self.state, limits.state),
+            )
+            if not found <= limit
+        ]
+        return ", ".join(parts) or None
+
+
+def reference(heads: LayerHeads, tree: DraftTree) -> Reference:
+    """The oracle's run for these heads (the state type does not matter to it) and tree.
+
+    Template 0 accepts the deepest row every step, template 1 random rows, for as many steps as it takes every log to
+    fill up and be flushed. Kept for the last two calls.
+    """
+    return _reference(replace(heads, state_dtype="float32"), tree)
+
+
+@lru_cache(maxsize=2)
+def _reference(heads: LayerHeads, tree: DraftTree) -> Reference:
+    spec = SessionSpec.for_tree(heads, tree, TEMPLATES)
+    rng = np.random.default_rng([heads.key_heads, heads.value_heads, tree.num_rows, tree.max_depth])
+    path = tree.max_depth + 1
+    deepest = max(range(tree.num_rows), key=lambda row: tree.depth[row])
+    steps = -(-(max(LOG_ROWS, path) - path + 1) // path) + 1
+    states = random_states(spec, TEMPLATES, rng)
+    oracle = OracleSession(spec, states, np.arange(TEMPLATES))
+    operands, accepted, outputs = [], [], []
+    for _ in range(steps):
+        operands.append(random_operands(spec, tree.parent_array(), rng))
+        accepted.append(np.array([deepest, rng.integers(tree.num_rows)], np.int32))
+        outputs.append(oracle.verify(operands[-1]))
+        oracle.commit(accepted[-1])
+    return Reference(tree, states, tuple(operands), tuple(accepted), tuple(outputs), oracle.pool)
+
+
+def gate_session(
+    make: Callable[[SessionSpec, Any, NDArray[np.int32]], Session],
+    heads: LayerHeads,
+    batch: int,
+    known: Reference,
+    *,
+    place: Callable[[Operands, NDArray[np.int32]], Operands],
+    spread: Callable[[NDArray[np.float32], NDArray[np.int32]], Any],
+    fetch: Callable[[Any], NDArray[Any]] = np.asarray,
+    put: Callable[[NDArray[np.int32]], Any] = np.asarray,
+) -> GateErrors:
+    """Errors of a session of `batch` requests over the reference's steps, its state before and after a flush.
+
+    `place(operands, template)` repeats the templates' operands over the batch where the session wants them,
+    `spread(states, template)` the states over slots, `put` accepted rows; `fetch` brings outputs of one request back.
+    """
+    rng = np.random.default_rng(batch)
+    template = (np.arange(batch) % TEMPLATES).astype(np.int32)
+    slots = rng.permutation(batch + 1).astype(np.int32)
+    template_of_slot = np.zeros(batch + 1, np.int32)
+    template_of_slot[slots[:batch]] = template
+    spec = SessionSpec.for_tree(heads, known.tree, batch)
+    session = make(spec, spread(known.states, template_of_slot), slots[:batch])
+    watched = sorted({0, min(1, batch - 1), batch // 2, batch - 1})
+    output_error = 0.0
+    for operands, accepted, expected in zip(known.operands, known.accepted, known.outputs, strict=True):
+        found = session.verify(place(operands, template))
+        errors = [relative_error(fetch(found[request]), expected[template[request]]) for request in watched]
+        output_error = max(output_error, *errors)
+        session.commit(put(accepted[template]))
+    state_error = 0.0
+    for flushed in (False, True):
+        if flushed:
+            session.flush()
+        for request in watched:
+            found_state = session.materialise(request)
+            state_error = max(state_error, relative_error(found_state, known.final[template[request]]))
+    return GateErrors(output_error, state_error)

@@ -1,0 +1,139 @@
+"""The rows of `kernels.csv`: one timed phase of one state method at one point of the grid.
+
+Other programs read this file; its columns are fixed. An empty latency means that the row has no time: its gate was
+red, and `rel_err_output` or `rel_err_state` says which error was too large.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lab.errors import UsageError
+from lab.methods.base import LayerHeads
+
+PhaseName = Literal["verify", "commit", "flush", "step"]
+PHASES: tuple[str, ...] = get_args(PhaseName)
+TIMERS = ("graph", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One row: the point, the phase, its time per layer, the bytes of the model and the gate's errors.
+
+    Latencies are microseconds of one layer; None where nothing was timed. `bytes_moved` is what the method's law asks
+    for, `pct_copy_bandwidth` those bytes per time against a copy measured in the same run (None: no meaning).
+    """
+
+    method: str
+    phase: str
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    state_dtype: str
+    batch: int
+    rows: int
+    tree: str
+    timer: str
+    latency_us_p50: float | None
+    latency_us_p20: float | None
+    latency_us_p80: float | None
+    samples: int
+    bytes_moved: int
+    pct_copy_bandwidth: float | None
+    rel_err_output: float
+    rel_err_state: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies a row; the rest was measured."""
+        return tuple(getattr(self, name) for name in KEY_COLUMNS)
+
+    @property
+    def heads(self) -> LayerHeads:
+        return LayerHeads(self.key_heads, self.value_heads, self.head_dim, self.head_dim, self.state_dtype)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the row's tree is a chain, told by its text: `chain`, `chain:K`, or one child everywhere."""
+        return self.rows == 1 or self.tree.startswith("chain") or set(self.tree.split(",")) == {"1"}
+
+
+COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(KernelRow))
+KEY_COLUMNS = COLUMNS[: COLUMNS.index("timer") + 1]
+_INTEGERS = ("key_heads", "value_heads", "head_dim", "batch", "rows", "samples", "bytes_moved")
+_OPTIONAL = ("latency_us_p50", "latency_us_p20", "latency_us_p80", "pct_copy_bandwidth")
+_DECIMALS = {"latency_us_p50": 3, "latency_us_p20": 3, "latency_us_p80": 3, "pct_copy_bandwidth": 1}
+
+
+def write_rows(rows: Iterable[KernelRow]) -> str:
+    """The text of `kernels.csv`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([_cell(name, getattr(row, name)) for name in COLUMNS] for row in rows)
+    return text.getvalue()
+
+
+def read_rows(path: Path) -> tuple[KernelRow, ...]:
+    """The rows of a `kernels.csv`; raises `UsageError` naming file, line and field for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text: {error}") from error
+    lines = csv.DictReader(io.StringIO(text))
+    if tuple(lines.fieldnames or ()) != COLUMNS:
+        raise UsageError(f"{path} has other columns than kernels.csv: {', '.join(COLUMNS)}")
+    rows = tuple(_row(raw, f"{path}, line {lines.line_num}") for raw in lines)
+    seen: set[tuple[Any, ...]] = set()
+    for row in rows:
+        if row.key in seen:
+            raise UsageError(f"{path} holds a row twice: {', '.join(map(str, row.key))}")
+        seen.add(row.key)
+    return rows
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in _DECIMALS:
+        return f"{value:.{_DECIMALS[name]}f}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _row(raw: dict[str, Any], place: str) -> KernelRow:
+    values: dict[str, Any] = {}
+    for name in COLUMNS:
+        cell = raw[name]
+        try:
+            values[name] = _value(name, cell)
+        except (TypeError, ValueError):
+            raise UsageError(f"{place}: {name} is {cell!r}; a number is needed") from None
+    row = KernelRow(**values)
+    if row.phase not in PHASES or row.timer not in TIMERS:
+        raise UsageError(f"{place}: phase {row.phase!r} with timer {row.timer!r}; allowed are {PHASES} and {TIMERS}")
+    if min(row.key_heads, row.value_heads, row.head_dim, row.batch, row.rows) < 1:
+        raise UsageError(f"{place}: heads, head_dim, batch and rows must be at least 1")
+    latency = row.latency_us_p50
+    if latency is not None and not (math.isfinite(latency) and latency > 0):
+        raise UsageError(f"{place}: latency_us_p50 is {latency}; a positive number of microseconds is needed")
+    if latency is not None and (row.latency_us_p20 is None or row.latency_us_p80 is None):
+        raise UsageError(f"{place}: latency_us_p20 and latency_us_p80 are needed beside latency_us_p50")
+    return row
+
+
+def _value(name: str, cell: str | None) -> Any:
+    if cell is None:
+        raise ValueError(name)
+    if name in _INTEGERS:
+        return int(cell)
+    if name in _OPTIONAL:
+        return float(cell) if cell else None
+    return float(cell) if name.startswith("rel_err") else cell

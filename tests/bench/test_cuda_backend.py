@@ -1,0 +1,170 @@
+"""The CUDA backend's adapter: phases, bytes and layers without a GPU; one real measurement with one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels_cupy.steps import CUDA_METHODS, Shape
+from kernels_cupy.timer import Timing
+from lab.bench import cuda_backend
+from lab.bench.backend import Effort
+from lab.bench.cuda_backend import CudaBackend
+from lab.bench.points import Point
+from lab.bench.reference import reference
+from lab.bf16 import from_bits, to_bits
+from lab.cpu import SESSIONS
+from lab.errors import MissingError
+from lab.methods import get_method
+from lab.methods.base import LayerHeads
+from lab.methods.protocol import Operands, SessionSpec
+from lab.trees import DraftTree
+
+HAS_CUPY = importlib.util.find_spec("cupy") is not None
+HEADS = LayerHeads(16, 32, 128, 128, "float32")
+TREES = {"root": DraftTree.chain(0), "chain": DraftTree.chain(3), "tree": DraftTree.from_widths((2, 2))}
+EFFORT = Effort(min_samples=3, limit_s=0.01)
+
+
+def point(method: str, shape: str, batch: int = 8, heads: LayerHeads = HEADS) -> Point:
+    return Point(method, heads, batch, TREES[shape], shape)
+
+
+def cases() -> list[tuple[str, str]]:
+    found = []
+    for method in CUDA_METHODS:
+        topology = get_method(method).topology
+        found += [
+            (method, shape)
+            for shape in TREES
+            if shape == "root" or (topology != "decode" and (shape == "chain" or topology == "tree"))
+        ]
+    return found
+
+
+class HostSession(SESSIONS["treelog"]):  # type: ignore[misc]
+    """A CPU session that takes and returns bfloat16 bits, as a CUDA session does."""
+
+    def __init__(self, spec: SessionSpec, states: Any, indices: Any) -> None:
+        super().__init__(spec, states, indices)
+
+    def verify(self, operands: Operands) -> Any:
+        floats = {name: from_bits(getattr(operands, name)) for name in ("q", "k", "v", "a", "b")}
+        rest = {name: getattr(operands, name) for name in ("A_log", "dt_bias", "parent")}
+        return to_bits(super().verify(Operands(**floats, **rest)))
+
+
+class FakeStep:
+    """Layers whose phases only write down that they were launched."""
+
+    made: list[tuple[Shape, int]] = []  # noqa: RUF012
+
+    def __init__(self, shape: Shape, layers: int) -> None:
+        self.made.append((shape, layers))
+        self.phases: dict[str, Callable[[], None]] = {
+            name: lambda: None for name in ("verify", "commit", "flush", "step")
+        }
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """NumPy in place of CuPy: 50 MB of L2, 100 GB free, a timer that tells what it was given."""
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(attributes={"L2CacheSize": 50_000_000}),
+        runtime=SimpleNamespace(memGetInfo=lambda: (100_000_000_000, 140_000_000_000)),
+    )
+    cp = SimpleNamespace(asarray=np.asarray, get_default_memory_pool=lambda: pool, cuda=cuda)
+    timed: list[tuple[str, int]] = []
+
+    def time_with(kind: str) -> Callable[..., Timing]:
+        def run(launch: Callable[[], None], calls: int, min_samples: int, limit_s: float) -> Timing:
+            timed.append((kind, calls))
+            return Timing(1000.0, 900.0, 1100.0, min_samples)
+
+        return run
+
+    monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
+    monkeypatch.setattr(cuda_backend, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(cuda_backend, "Step", FakeStep)
+    monkeypatch.setattr(cuda_backend, "host_floats", from_bits)
+    monkeypatch.setattr(cuda_backend.timer, "time_graph", time_with("graph"))
+    monkeypatch.setattr(cuda_backend.timer, "time_eager", time_with("eager"))
+    FakeStep.made.clear()
+    return timed
+
+
+@pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed")
+def test_without_cupy_the_backend_says_how_to_get_it() -> None:
+    with pytest.raises(MissingError, match="pip install 'treewy-lab"):
+        CudaBackend()
+
+
+@pytest.mark.parametrize(("method", "shape"), cases())
+def test_every_phase_moves_bytes_and_is_timed_per_layer(fake_gpu: Any, method: str, shape: str) -> None:
+    backend, where = CudaBackend(), point(method, shape)
+    phases = backend.phases(where)
+    found = list(backend.measure(where, phases, EFFORT))
+    ((made, layers),) = FakeStep.made
+    assert [phase for phase, _, _ in found] == list(phases)
+    assert {timing.p50_us for _, _, timing in found} == {1000.0 / layers}
+    assert layers * made.layer_bytes() >= 110_000_000
+    assert all(backend.bytes_moved(where, phase) > 0 for phase in phases)
+
+
+def test_a_sample_of_a_step_covers_a_whole_cycle_of_the_log(fake_gpu: Any) -> None:
+    backend, where = CudaBackend(eager=True), point("treelog", "chain")
+    list(backend.measure(where, ("verify", "step"), EFFORT))
+    cycle = round(Shape("treelog", HEADS, 8, TREES["chain"]).steps_per_flush)
+    assert cycle > 1
+    assert fake_gpu == [("graph", 1), ("eager", 1), ("graph", cycle), ("eager", cycle)]
+
+
+def test_phases_are_the_launches_that_the_kernels_have(fake_gpu: Any) -> None:
+    backend = CudaBackend()
+    assert backend.phases(point("storeall", "chain")) == ("verify", "step")
+    assert backend.phases(point("storeall", "tree")) == ("verify", "commit", "step")
+    assert backend.phases(point("bole", "tree")) == ("verify", "commit", "step")
+    assert backend.phases(point("treewy", "tree")) == ("verify", "step")
+    assert backend.phases(point("treelog", "tree")) == ("verify", "flush", "step")
+
+
+def test_the_gate_hands_over_bits_and_compares_with_the_oracle(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "SESSIONS", {"treelog": HostSession})
+    heads = LayerHeads(1, 2, 32, 32, "float32")
+    backend, where = CudaBackend(), point("treelog", "tree", batch=5, heads=heads)
+    errors = backend.gate(where, reference(heads, where.tree))
+    assert errors.excess(backend.limits(where)) is None
+    assert errors.state < 1e-6
+    assert 1e-3 < errors.output < backend.limits(where).output, "outputs are rounded to bfloat16"
+
+
+def test_a_point_larger_than_the_free_memory_is_refused(fake_gpu: Any) -> None:
+    backend = CudaBackend()
+    assert backend.refusal(point("treelog", "tree", batch=256)) is None
+    large = Point("storeall", LayerHeads(16, 64, 128, 128, "float32"), 512, DraftTree.chain(40), "chain:40")
+    assert "GiB are free" in str(backend.refusal(large))
+
+
+def test_batches_that_run_other_kernels_are_variants_of_their_own(fake_gpu: Any) -> None:
+    backend = CudaBackend()
+    assert backend.variant(point("storeall", "tree")) is None
+    assert backend.variant(point("treelog", "tree", 256)) == backend.variant(point("treelog", "tree", 257))
+    assert backend.variant(point("treelog", "tree", 256)) != backend.variant(point("treelog", "tree", 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "shape"), cases())
+def test_a_real_gpu_gates_and_times_every_phase(method: str, shape: str) -> None:
+    backend, where = CudaBackend(eager=True), point(method, shape)
+    errors = backend.gate(where, reference(where.heads, where.tree))
+    assert errors.excess(backend.limits(where)) is None
+    phases = backend.phases(where)
+    found = list(backend.measure(where, phases, EFFORT))
+    assert [(phase, timer) for phase, timer, _ in found] == [(p, t) for p in phases for t in backend.timers]
+    assert backend.device()["memory_bytes"] > 0

@@ -1,0 +1,59 @@
+"""Hashes of the kernels' sources, and the shipped profiles: a record must fit the code or say why it need not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kernels_cupy
+from lab.bench.sources import source_files, source_hash, staleness
+from lab.profiles.folders import SHIPPED, is_profile, read_device
+from lab.profiles.kernels import interpolation_errors, load_profile
+
+PROFILES = sorted(folder for folder in SHIPPED.iterdir() if is_profile(folder))
+
+
+def test_all_cuda_sources_and_their_launchers_count() -> None:
+    files = source_files("cuda")
+    root = Path(kernels_cupy.__file__).parent
+    cuda = {path.relative_to(root).as_posix() for path in root.rglob("*.cu*")}
+    assert cuda
+    assert cuda <= set(files)
+    assert {"closed_form.py", "serial.py", "compiler.py"} <= set(files)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_record_of_the_present_sources_is_not_stale(backend: str) -> None:
+    record = {"backend": backend, "source_hash": source_hash(backend), "sources": source_files(backend)}
+    assert staleness(record) is None
+    assert source_hash(backend) == source_hash(backend)
+
+
+def test_a_changed_file_is_named() -> None:
+    sources = source_files("cuda") | {"serial.py": "another", "gone.py": "x"}
+    assert staleness({"source_hash": "another", "sources": sources}) == (
+        "the sources have changed: gone.py, serial.py"
+    )  # fmt: skip
+    assert staleness({"source_hash": "another"}) == "the sources have changed"
+    assert "names backend 'tpu'" in str(staleness({"backend": "tpu"}))
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_a_shipped_profile_fits_the_sources_or_says_why_not(folder: Path) -> None:
+    device = read_device(folder)
+    changed = staleness(device)
+    assert changed is None or device.get("stale_reason"), (
+        f"{folder.name}: {changed}; measure again, or set stale_reason in its device.json"
+    )
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Path) -> None:
+    profile = load_profile(folder)
+    assert all(row.latency_us_p50 is not None for row in profile.rows), "a shipped profile has no red rows"
+    errors = interpolation_errors(profile)
+    assert {error.axis for error in errors} == {"batch", "rows"}
+    print(*errors, sep="\n")

@@ -1,0 +1,189 @@
+"""`treewy bench` for kernels: real runs of the CPU backend on small heads, refusals, profiles, and doctor's view."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+from kernel_profiles import write_profile
+
+from lab import cli
+from lab.data import data_path
+from lab.profiles.rows import COLUMNS, read_rows
+
+HAS_CUPY = importlib.util.find_spec("cupy") is not None
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Exit code, stdout and stderr of one call; user profiles live in a folder of the test's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["treewy", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> str:
+    """The shape of a shipped model with one key head and two value heads of 32."""
+    config = json.loads(data_path("models", "Qwen3.5-0.8B.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    text |= {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+SHORT = ("bench", "--backend", "cpu", "--quick", "--batch", "2", "--tree", "1,1", "--method")
+
+
+def test_a_bench_writes_kernels_csv_and_device_json(call: Any, small_model: str, tmp_path: Path) -> None:
+    out = tmp_path / "bench"
+    code, text, err = call(*SHORT, "treelog,storeall", "--model", small_model, "--out", str(out))
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["device.json", "kernels.csv"]
+    rows = read_rows(out / "kernels.csv")
+    assert [(row.method, row.phase) for row in rows] == [
+        ("storeall", "step"), ("storeall", "verify"), ("treelog", "commit"), ("treelog", "flush"), ("treelog", "step"),
+        ("treelog", "verify"),
+    ]  # fmt: skip
+    for row in rows:
+        assert (row.batch, row.rows, row.tree, row.timer, row.head_dim) == (2, 3, "chain:2", "eager", 32)
+        assert row.latency_us_p50 is not None
+        assert row.rel_err_state <= 1e-5
+    assert "p50 us" in text
+    assert f"wrote {out}" in err.replace("\n", "")
+
+
+def test_json_holds_the_device_and_the_rows(call: Any, small_model: str) -> None:
+    code, text, _ = call(*SHORT, "treewy", "--model", small_model, "--phase", "step", "--json")
+    result = json.loads(text)
+    assert code == 0
+    assert [tuple(row) for row in result["rows"]] == [COLUMNS]
+    assert result["device"]["backend"] == "cpu"
+    assert result["device"]["settings"]["methods"] == ["treewy"]
+
+
+def test_a_profile_serves_simulations_by_its_name(call: Any, small_model: str, tmp_path: Path) -> None:
+    flags = ("--profile", "mine", "--operator-tables", "h200", "--date", "2026-11-29")
+    code, _, _ = call(*SHORT, "treelog", "--model", small_model, *flags)
+    assert code == 0
+    ledgers = [call("ledger", "--model", "Qwen3.5-35B-A3B", "--gpu", gpu, "--json") for gpu in ("mine", "h200")]
+    assert ledgers[0][:2] == ledgers[1][:2]
+    (profile,) = [each for each in json.loads(call("doctor", "--json")[1])["profiles"] if each["name"] == "mine"]
+    assert profile["changed"] is None
+    assert "measured 2026-11-29" in call("doctor")[1]
+
+
+def test_resume_measures_only_what_is_missing(call: Any, small_model: str, tmp_path: Path) -> None:
+    arguments = ("--model", small_model, "--out", str(tmp_path / "out"), "--phase", "step")
+    call(*SHORT, "treelog", *arguments)
+    before = (tmp_path / "out" / "kernels.csv").read_text().splitlines()
+    code, _, _ = call(*SHORT, "treelog,treewy", *arguments, "--resume")
+    after = (tmp_path / "out" / "kernels.csv").read_text().splitlines()
+    assert code == 0
+    assert len(after) == len(before) + 1
+    assert set(before) <= set(after)
+
+
+def test_a_red_gate_exits_with_1_and_prints_no_time(
+    call: Any, small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lab.bench.cpu_backend import CpuBackend
+    from lab.bench.reference import GateErrors
+
+    monkeypatch.setattr(CpuBackend, "gate", lambda *_: GateErrors(1e-7, 0.5))
+    out = tmp_path / "red"
+    code, text, err = call(*SHORT, "treelog", "--model", small_model, "--out", str(out))
+    assert code == 1
+    assert "gate red" in text
+    assert "state error 5.0e-01 > 1.0e-05" in err
+    assert all(row.latency_us_p50 is None and row.rel_err_state == 0.5 for row in read_rows(out / "kernels.csv"))
+
+
+@pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed")
+def test_cuda_without_cupy_exits_with_3_and_says_how_to_get_it(call: Any) -> None:
+    code, _, err = call("bench", "--backend", "cuda", "--quick")
+    assert code == 3
+    assert "pip install 'treewy-lab[gpu]'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--backend", "tpu"), "--backend is 'tpu'; allowed are cpu, cuda"),
+        (("--backend", "cpu", "--method", "lumotree"), "which backend cpu does not run"),
+        (("--backend", "cpu", "--method", "magic"), "state_method is 'magic'"),
+        (("--backend", "cpu", "--batch", "1,x"), "--batch is '1,x'"),
+        (("--backend", "cpu", "--phase", "warm"), "--phase is 'warm'"),
+        (("--backend", "cpu", "--tree", "9,9,9"), "more than 64 rows"),
+        (("--backend", "cpu", "--state-dtype", "fp8"), "--state-dtype is 'fp8'"),
+        (("--backend", "cpu", "--resume"), "--resume needs the folder"),
+        (("--backend", "cpu", "--out", "a", "--profile", "b"), "give one of them"),
+        (("--backend", "cpu", "--profile", "h200"), "is the name of a shipped GPU"),
+        (("--backend", "cpu", "--date", "today"), "--date is 'today'"),
+        (("--backend", "cpu", "--profile", "x", "--operator-tables", "a100"), "--operator-tables is 'a100'"),
+        (("--profile-error", "none"), "no such profile"),
+    ],
+)
+def test_unusable_flags_are_one_sentence(call: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = call("bench", *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err + out
+
+
+def test_profile_error_prints_median_and_worst(call: Any, tmp_path: Path) -> None:
+    folder = write_profile(tmp_path / "gpu")
+    code, text, _ = call("bench", "--profile-error", str(folder))
+    assert code == 0
+    assert "median" in text
+    assert "worst" in text
+    errors = json.loads(call("bench", "--profile-error", str(folder), "--json")[1])
+    assert [error["axis"] for error in errors] == ["batch", "rows"]
+
+
+def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path: Path) -> None:
+    profiles = tmp_path / "home" / "treewy-lab" / "profiles"
+    write_profile(profiles / "old", source_hash="before", stale_reason="comments only")
+    write_profile(profiles / "broken")
+    (profiles / "broken" / "kernels.csv").write_text("nonsense")
+    code, text, _ = call("doctor")
+    assert code == 0
+    assert "the sources have changed (kept because: comments only)" in text
+    assert "interpolation along batch: median 0.0%" in text
+    assert "cannot be used: " in text
+    assert "nvrtc" in text
+
+
+@pytest.mark.slow
+def test_a_quick_cpu_bench_runs_every_method_on_real_heads(call: Any, tmp_path: Path) -> None:
+    code, _, _ = call("bench", "--backend", "cpu", "--quick", "--out", str(tmp_path / "out"))
+    rows = read_rows(tmp_path / "out" / "kernels.csv")
+    assert code == 0
+    assert {(row.key_heads, row.value_heads, row.head_dim) for row in rows} == {(16, 32, 128)}
+    assert {row.method for row in rows if row.phase == "step"} >= {"recurrent", "storeall", "treewy", "bole", "treelog"}

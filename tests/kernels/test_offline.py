@@ -1,0 +1,100 @@
+"""The CUDA sources compile without a GPU, do not spill registers, and agree with the Python that launches them."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+
+import pytest
+
+from kernels_cupy import offline
+from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.compiler import KERNELS, SOURCE_DIR, source_text
+from kernels_cupy.offline import ARCHITECTURES, TABLE, Resources, Variant, compile_variant, variants
+from lab.methods.base import LayerHeads
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("nvcc") is None and offline._nvrtc_path() is None,
+    reason="no CUDA compiler (nvcc, or the wheel nvidia-cuda-nvrtc)",
+)
+
+
+def test_every_source_is_listed() -> None:
+    assert sorted(KERNELS) == sorted(path.name for path in SOURCE_DIR.glob("*.cu"))
+
+
+@pytest.mark.parametrize("file", KERNELS)
+def test_source_text_stands_alone(file: str) -> None:
+    assert '#include "' not in source_text(file)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("file", KERNELS)
+def test_kernels_compile(file: str, arch: str) -> None:
+    found = compile_variant(Variant(file), arch)
+    assert sorted(resources.kernel for resources in found) == sorted(KERNELS[file])
+
+
+@pytest.fixture(scope="module")
+def hopper() -> list[Resources]:
+    """What every shipped variant takes on sm_90."""
+    return [row for variant in variants() for row in compile_variant(variant, "sm_90")]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "sm_90"])
+def test_every_variant_compiles(arch: str) -> None:
+    for variant in variants():
+        assert compile_variant(variant, arch)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_hot_kernels_do_not_spill(hopper: list[Resources]) -> None:
+    """Logs of more than 32 rows serve chains of more than 32 rows only and may spill a few registers."""
+    spilling = [row for row in hopper if row.spill_store_bytes and "LOG_BLOCKS=4" not in row.variant]
+    assert spilling == []
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_resource_table_is_what_the_compiler_says(hopper: list[Resources]) -> None:
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        listed = {(row["kernel"], row["variant"]): row for row in csv.DictReader(file)}
+    for row in hopper:
+        kept = listed[row.kernel, row.variant]
+        assert row.registers == pytest.approx(int(kept["registers"]), rel=0.1)  # compilers differ a little
+        assert row.dynamic_shared_bytes == int(kept["dynamic_shared_bytes"])
+
+
+def test_resource_table_lists_the_variants() -> None:
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        listed = {(row["kernel"], row["variant"]) for row in csv.DictReader(file)}
+    shipped = {(name, variant.label) for variant in variants() for name in KERNELS[variant.file]}
+    assert listed == shipped, "run: python -m kernels_cupy.offline"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (16, 16), (40, 16), (64, 64)])
+def test_shared_memory_formula_is_that_of_the_source(rows: int, log_rows: int) -> None:
+    plan = VerifyPlan.choose(LayerHeads(2, 4, 128, 128, "float32"), rows, log_rows, 1)
+    two = VerifyPlan(plan.tiles, plan.log_blocks, 2, 1, 128, 4)
+    one = VerifyPlan(plan.tiles, plan.log_blocks, 1, 1, 128, 4)
+    per_head = two.shared_bytes - one.shared_bytes
+    common = 12 * 16 * ((plan.tiles + 1) // 2) + 8 * (16 * ((plan.tiles + 1) // 2) + 16 * plan.log_blocks)
+    macros = {**one.macros, "EXPECTED_SMALL_BYTES": per_head + common}
+    assert compile_variant(Variant("verify.cu", tuple(macros.items())), "sm_90")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value_heads", [2, 4, 6, 8, 16])
+def test_plans_fit_the_multiprocessor(value_heads: int, dtype: str) -> None:
+    heads = LayerHeads(2, value_heads, 128, 128, dtype)
+    for rows in (1, 8, 16, 40, 64):
+        for batch in (1, 32, 512):
+            plan = VerifyPlan.choose(heads, rows, 16, batch)
+            assert plan.shared_bytes <= 227 * 1024
+            assert (value_heads // 2) % plan.heads_per_cta == 0
+            assert plan.ctas(heads, batch) >= batch * 2
