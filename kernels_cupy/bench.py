@@ -27,6 +27,7 @@ from kernels_cupy.compiler import load_cupy
 from kernels_cupy.device import clocks, device_record
 from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
 from kernels_cupy.timer import copy_bandwidth, time_eager, time_graph
+from lab.errors import MissingError
 from lab.methods.base import LayerHeads
 from lab.trees import DraftTree
 
@@ -168,6 +169,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=6, help="gate cases that run at a time (default 6)")
     parser.add_argument("--eager", action="store_true", help="time the step without a graph as well")
     options = parser.parse_args()
+    try:
+        load_cupy()
+    except MissingError as error:
+        print(f"missing: {error}", file=sys.stderr)
+        return 3
     budget = Budget(options.timing_s, time.perf_counter() + options.limit_s)
     numbers = [[int(x) for x in text.split(",")] for text in (options.batches, options.rows)]
     grid = list(shapes(options.heads.split(","), options.state_dtypes.split(","), *numbers))

@@ -36,9 +36,7 @@ def load_cupy() -> ModuleType:
     try:
         import cupy
     except ImportError:
-        raise MissingError(
-            "the CUDA kernels need CuPy; install the extra with: pip install 'treewy-lab[gpu]'"
-        ) from None
+        raise MissingError("the CUDA kernels need CuPy; install the extra with: pip install -e '.[gpu]'") from None
     try:
         cupy.cuda.runtime.getDevice()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -22,6 +22,16 @@ from lab.methods import deltalog, replayssm, treelog
 from lab.methods.protocol import Operands, SessionSpec, check_state_indices
 
 
+def _refuse_misread(operands: Operands) -> None:
+    """Refuse arrays that the kernels read by a fixed type and layout and would misread as they are."""
+    for name, dtype in (("A_log", np.float32), ("dt_bias", np.float32), ("parent", np.int32)):
+        array = getattr(operands, name)
+        if array is not None and (array.dtype != dtype or not array.flags.c_contiguous):
+            raise UsageError(f"operand {name} is {array.dtype}; a contiguous {np.dtype(dtype).name} array is needed")
+    if str(operands.a.dtype) != str(operands.b.dtype):
+        raise UsageError(f"operands a and b are {operands.a.dtype} and {operands.b.dtype}; one type is needed")
+
+
 class CudaSession(ABC):
     """A session on the GPU; children run the kernels and keep what their method keeps."""
 
@@ -45,6 +55,7 @@ class CudaSession(ABC):
             operands, A_log=as_device(operands.A_log), dt_bias=as_device(operands.dt_bias),
             parent=as_device(operands.parent),
         )  # fmt: skip
+        _refuse_misread(on_device)
         self._discard()
         self._verify(on_device)
         self._pending = True

@@ -37,7 +37,18 @@ def lead(group: Group) -> str:
 
 def caveats(run: Run, group: Group) -> list[str]:
     """What the comparison leaves out or bends: combinations that were not run, lowered running limits."""
-    return [text for text in (_not_run(run, group), _lowered(group)) if text]
+    return [text for text in (_not_run(run, group), _lowered(group), _outside(group)) if text]
+
+
+def _outside(group: Group) -> str:
+    """A word when most steps of the configuration that the answer names lie outside the measured tables."""
+    head = headline(group, all_best(group))
+    if head is None or head.top.extrapolated_steps <= 0.5:
+        return ""
+    return (
+        f"{100 * head.top.extrapolated_steps:.0f}\N{NO-BREAK SPACE}% of the steps behind the first figure lie outside "
+        "the measured tables, where the last measured rate is held."
+    )
 
 
 def with_tree(cell: Cell) -> str:

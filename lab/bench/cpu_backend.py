@@ -66,7 +66,7 @@ class CpuBackend:
         return None
 
     def phases(self, point: Point) -> tuple[str, ...]:
-        launches_commit = ("bole", "specla", "treelog") + (() if point.tree.is_chain else ("storeall",))
+        launches_commit = ("bole", "specla") + (() if point.tree.is_chain else ("storeall",))
         commit = ("commit",) if point.method in launches_commit else ()
         flush = ("flush",) if point.method in DEFERRED else ()
         return ("verify", *commit, *flush, "step")
@@ -80,7 +80,7 @@ class CpuBackend:
         if phase == "flush":
             width = 2 if point.method == "replayssm" else 4
             return point.batch * (2 * heads.state_bytes + _log_limits(point)[0] * heads.record_bytes(width, width))
-        names = ("verify", "decode") if phase == "verify" else ("commit", "append", "gather")
+        names = ("verify", "decode") if phase == "verify" else ("commit", "gather")
         return point.batch * sum(part.read_bytes + part.write_bytes for part in law if part.name in names)
 
     def measure(self, point: Point, phases: Collection[str], effort: Effort) -> Iterator[PhaseTiming]:

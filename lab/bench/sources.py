@@ -1,7 +1,7 @@
 """Hashes of the sources that a measurement depends on, so that a record can be told from what the code is now.
 
-For `cuda` these are all CUDA sources and the Python that launches and times them, for `cpu` the Numba kernels and their
-sessions. Tests compare a shipped profile's hash with these.
+For `cuda` these are the CUDA sources, their launchers and what lays out a measurement, for `cpu` the Numba kernels and
+their sessions. Tests compare a shipped profile's hash with these.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 #: Backend -> the package that holds its kernels, and the file types that count.
 PACKAGES = {"cuda": ("kernels_cupy", (".py", ".cu", ".cuh")), "cpu": ("lab.cpu", (".py",))}
+
+#: Python that shapes a CUDA measurement (operands, layers, compiler options) beside the files in the kernels' own hash.
+_LAUNCHING = ("steps.py", "arrays.py")
 
 
 def source_files(backend: str) -> dict[str, str]:
@@ -42,9 +45,10 @@ def staleness(device: Mapping[str, Any]) -> str | None:
     backend = str(device.get("backend", "cuda"))
     if backend not in PACKAGES:
         return f"device.json names backend {backend!r}; known are {', '.join(PACKAGES)}"
-    if device.get("source_hash") == source_hash(backend):
-        return None
     now, then = source_files(backend), device.get("sources")
+    launched = {name for name in _LAUNCHING if isinstance(then, Mapping) and then.get(name) != now.get(name)}
+    if device.get("source_hash") == source_hash(backend) and not (backend == "cuda" and launched):
+        return None
     changed: list[str] = []
     if isinstance(then, Mapping):
         changed = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))

@@ -73,7 +73,7 @@ def _nvrtc() -> str:
         return ".".join(map(str, nvrtc.getVersion()))
     except Exception as error:  # a library that does not load fails in its own ways
         kind = "not installed" if isinstance(error, ImportError) else f"does not load ({error})"
-        return f"{kind}; it comes with pip install 'treewy-lab[gpu]'"
+        return f"{kind}; it comes with pip install -e '.[gpu]'"
 
 
 def _gpu_kernels() -> str:

@@ -33,8 +33,23 @@ PLACES: dict[str, tuple[str, ...]] = {
     "num_requests": ("workload", "num_requests"),
     "seed": ("seed",),
 }
-#: Flags that make another service of a scenario, whose results go under another name.
-_NAMING = ("model", "gpu", "tensor_parallel_size", "weight_dtype", "trace")
+#: What a flag adds to the name of a run before its value; the seed and the number of requests do not name a service.
+_NAMING = {
+    "model": "",
+    "gpu": "",
+    "tensor_parallel_size": "tp",
+    "weight_dtype": "",
+    "gpu_memory_utilization": "gmu",
+    "max_num_seqs": "seqs",
+    "max_model_len": "len",
+    "state_method": "",
+    "tree": "tree",
+    "trace": "",
+    "arrivals": "",
+    "request_rate": "rate",
+    "burstiness": "burst",
+    "max_concurrency": "clients",
+}
 
 #: Run the cells of a scenario into a folder: `(raw scenario, out, jobs, resume, progress)`.
 Runner = Callable[[dict[str, Any], Path, int, bool, Callable[[int, int], None]], None]
@@ -104,6 +119,10 @@ def load(scenario: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
             workload.pop("max_concurrency", None)
         if flags.get("arrivals") == "closed-loop":
             workload.pop("request_rate", None)
+        clocked = flags.get("arrivals", "closed-loop") != "closed-loop"
+        warmup = workload.get("num_warmup_requests")
+        if isinstance(warmup, int) and (clocked or "num_requests" in flags):
+            workload["num_warmup_requests"] = 0 if clocked else min(warmup, flags["num_requests"] // 4)
     raw["name"] = "-".join([name, *(_name_part(flag, str(flags[flag])) for flag in _NAMING if flag in flags)])
     return raw
 
@@ -113,8 +132,7 @@ def _name_part(flag: str, value: str) -> str:
     if flag in ("model", "trace"):
         path = Path(value)
         value = path.parent.name if path.name == "config.json" else path.name.removesuffix(".csv").removesuffix(".json")
-    part = re.sub(r"[^\w.+-]+", "_", value).lower()
-    return f"tp{part}" if flag == "tensor_parallel_size" else part
+    return _NAMING[flag] + re.sub(r"[^\w.+-]+", "_", value).lower()
 
 
 @contextmanager

@@ -64,6 +64,8 @@ class SessionSpec:
             )
         if self.batch < 1:
             raise UsageError(f"batch = {self.batch}; at least one request is needed")
+        if not self.norm_eps > 0:
+            raise UsageError(f"norm_eps = {self.norm_eps}; a number above 0 is needed, for rows of zeros have no norm")
         if not 1 <= self.rows <= MAX_ROWS:
             raise UsageError(f"rows = {self.rows}; allowed are 1 to {MAX_ROWS} (root included)")
         if not 0 <= self.max_path <= self.rows:

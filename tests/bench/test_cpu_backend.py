@@ -58,7 +58,7 @@ def test_phases_are_the_launches_that_a_method_has() -> None:
     assert BACKEND.phases(point("storeall", "chain")) == ("verify", "step")
     assert BACKEND.phases(point("storeall", "tree")) == ("verify", "commit", "step")
     assert BACKEND.phases(point("treewy", "tree")) == ("verify", "step")
-    assert BACKEND.phases(point("treelog", "tree")) == ("verify", "commit", "flush", "step")
+    assert BACKEND.phases(point("treelog", "tree")) == ("verify", "flush", "step")
     assert BACKEND.phases(point("replayssm", "chain")) == ("verify", "flush", "step")
 
 

@@ -101,7 +101,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed")
 def test_without_cupy_the_backend_says_how_to_get_it() -> None:
-    with pytest.raises(MissingError, match="pip install 'treewy-lab"):
+    with pytest.raises(MissingError, match="pip install -e"):
         CudaBackend()
 
 

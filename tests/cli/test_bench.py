@@ -68,7 +68,7 @@ def test_a_bench_writes_kernels_csv_and_device_json(call: Any, small_model: str,
     assert sorted(path.name for path in out.iterdir()) == ["device.json", "kernels.csv"]
     rows = read_rows(out / "kernels.csv")
     assert [(row.method, row.phase) for row in rows] == [
-        ("storeall", "step"), ("storeall", "verify"), ("treelog", "commit"), ("treelog", "flush"), ("treelog", "step"),
+        ("storeall", "step"), ("storeall", "verify"), ("treelog", "flush"), ("treelog", "step"),
         ("treelog", "verify"),
     ]  # fmt: skip
     for row in rows:
@@ -129,7 +129,7 @@ def test_a_red_gate_exits_with_1_and_prints_no_time(
 def test_cuda_without_cupy_exits_with_3_and_says_how_to_get_it(call: Any) -> None:
     code, _, err = call("bench", "--backend", "cuda", "--quick")
     assert code == 3
-    assert "pip install 'treewy-lab[gpu]'" in err
+    assert "pip install -e '.[gpu]'" in err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def test_missing_cupy_is_one_sentence() -> None:
         "try:\n    load_cupy()\nexcept MissingError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "treewy-lab[gpu]" in done.stdout
+    assert "-e '.[gpu]'" in done.stdout
 
 
 def test_sessions_import_without_cupy() -> None:

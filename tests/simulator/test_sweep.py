@@ -24,6 +24,11 @@ RAW: dict[str, Any] = {
 DATA_FILES = ("summary.csv", "requests.parquet", "steps.parquet", "run.json")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_shipped_profiles() -> None:
+    """Keep the shipped profiles: worker processes see them whatever this process patches."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_sweep(RAW, expand(RAW), tmp_path_factory.mktemp("runs") / "small", keep_steps=True)
