@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lab import cli
-
 Call = Callable[..., tuple[int, str, str]]
 
 BASE: dict[str, Any] = {
@@ -26,22 +24,10 @@ BASE: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
-    """One command in an empty folder: exit code, stdout, stderr."""
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands run in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["treewy", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def scenario(tmp_path: Path, **sections: Any) -> str:

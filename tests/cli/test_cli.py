@@ -11,8 +11,6 @@ from typing import Any
 import polars as pl
 import pytest
 
-from lab import cli
-
 SCENARIO = """
 name: tiny
 model: Qwen3.5-35B-A3B
@@ -20,25 +18,6 @@ gpu: h200
 speculation: {state_method: [storeall, treelog], tree: "1,1,1"}
 workload: {trace: azure-conv, max_concurrency: [1, 4], num_requests: 12}
 """
-
-
-def treewy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one call."""
-    monkeypatch.setattr(sys, "argv", ["treewy", *arguments])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: treewy(capsys, monkeypatch, *arguments)
 
 
 @pytest.fixture

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernel_profiles import grid_rows, row, write_profile
 
-from lab import cli
-
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["treewy", "compare", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def call(call: Any) -> Any:
+    """The verb's own calls."""
+    return lambda *arguments: call("compare", *arguments)
 
 
 @pytest.fixture
