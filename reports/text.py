@@ -33,7 +33,9 @@ def plain(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A ratio such as 1.35x."""
+    """A ratio such as 1.35x; beyond 100 its size says nothing more (one of the two is saturated)."""
+    if value is not None and math.isfinite(value) and value > 100:
+        return "> 100x"
     text = number(value, 2)
     return text if text == DASH else f"{text}x"
 
