@@ -10,52 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Chunks = Callable[[], Iterator[tuple[Floats, NDArray[np.int64]]]]
-
-#: Bits of a double that sort it into a bin: sign, exponent and eight bits of mantissa.
-_BIN_SHIFT = 44
-_BINS = 1 << (63 - _BIN_SHIFT)
-
-
-def percentiles(chunks: Chunks, percents: Sequence[float]) -> list[float]:
-    """Exact percentiles of non-negative values with integer weights: `numpy.percentile` of the repeated list.
-
-    `chunks()` yields (values, weights) and is called twice: to count values per bin, then to sort the few bins that
-    hold the order statistics asked for.
-    """
-    counts = np.zeros(_BINS, np.int64)
-    for values, weights in chunks():
-        np.add.at(counts, _bins(values), weights)
-    ends = np.cumsum(counts)
-    total = int(ends[-1])
-    if total == 0:
-        return [float("nan")] * len(percents)
-    positions = [(total - 1) * percent / 100 for percent in percents]
-    ranks = sorted({rank for place in positions for rank in (int(place), min(int(place) + 1, total - 1))})
-    wanted = np.unique(np.searchsorted(ends, ranks, side="right"))
-    found: list[tuple[Floats, NDArray[np.int64]]] = []
-    for values, weights in chunks():
-        chosen = np.isin(_bins(values), wanted)
-        found.append((values[chosen], weights[chosen]))
-    values = np.concatenate([part for part, _ in found])
-    weights = np.concatenate([part for _, part in found])
-    order = np.argsort(values, kind="stable")
-    first_rank = {int(bin_): int(ends[bin_] - counts[bin_]) for bin_ in wanted}
-    statistic: dict[int, float] = {}
-    for bin_ in wanted:
-        inside = order[_bins(values[order]) == bin_]
-        inner_ends = first_rank[int(bin_)] + np.cumsum(weights[inside])
-        for rank in ranks:
-            if first_rank[int(bin_)] <= rank < inner_ends[-1]:
-                statistic[rank] = float(values[inside][np.searchsorted(inner_ends, rank, side="right")])
-    return [_between(statistic, place, total) for place in positions]
+from simulator.distribution import Distribution, Sample
 
 
 def request_metrics(parts: Sequence[Path], warmup: int = 0) -> dict[str, float]:
@@ -84,10 +43,7 @@ def request_metrics(parts: Sequence[Path], warmup: int = 0) -> dict[str, float]:
         "request_throughput": rate(completed),
         "output_throughput": rate(tokens_out),
         "total_token_throughput": rate(tokens_in + tokens_out),
-        **_spread("ttft_ms", _requests(parts, warmup, lambda c: c["first_token_s"] - c["arrival_s"])),
-        **_spread("tpot_ms", _requests(parts, warmup, _tpot_s)),
-        **_spread("e2el_ms", _requests(parts, warmup, lambda c: c["last_token_s"] - c["arrival_s"])),
-        **_spread("queue_ms", _requests(parts, warmup, _queue_s)),
+        **_spreads(("ttft_ms", "tpot_ms", "e2el_ms", "queue_ms"), lambda: map(_times_ms, _counted(parts, warmup))),
     }
 
 
@@ -98,7 +54,7 @@ def gap_metrics(step_parts: Sequence[Path], gap_parts: Sequence[Path], tokens_af
     together with another one.
     """
 
-    def gaps() -> Iterator[tuple[Floats, NDArray[np.int64]]]:
+    def gaps() -> Iterator[Sample]:
         for frame in _frames(step_parts, ["duration_us", "regular_gaps"]):
             yield frame["duration_us"].to_numpy() / 1e3, frame["regular_gaps"].to_numpy().astype(np.int64)
         for frame in _frames(gap_parts):
@@ -107,11 +63,12 @@ def gap_metrics(step_parts: Sequence[Path], gap_parts: Sequence[Path], tokens_af
     outputs = sum(int(weights.sum()) for _, weights in gaps())
     together = np.array([tokens_after_first - outputs], np.int64)
 
-    def gaps_per_token() -> Iterator[tuple[Floats, NDArray[np.int64]]]:
-        yield from gaps()
-        yield np.zeros(1), together
+    def quantities() -> Iterator[dict[str, Sample]]:
+        for gap in gaps():
+            yield {"itl_ms": gap, "itl_per_token_ms": gap}
+        yield {"itl_per_token_ms": (np.zeros(1), together)}
 
-    return {**_spread("itl_ms", gaps), **_spread("itl_per_token_ms", gaps_per_token)}
+    return _spreads(("itl_ms", "itl_per_token_ms"), quantities)
 
 
 def _frames(parts: Sequence[Path], columns: list[str] | None = None) -> Iterator[pl.DataFrame]:
@@ -127,15 +84,18 @@ def _counted(parts: Sequence[Path], warmup: int) -> Iterator[pl.DataFrame]:
             yield counted
 
 
-def _requests(parts: Sequence[Path], warmup: int, seconds: Callable[[dict[str, Any]], Floats]) -> Chunks:
-    """Chunks of a time of every request, in milliseconds."""
-
-    def chunks() -> Iterator[tuple[Floats, NDArray[np.int64]]]:
-        for frame in _counted(parts, warmup):
-            values = seconds({name: frame[name].to_numpy() for name in frame.columns}) * 1e3
-            yield values, np.ones(len(values), np.int64)
-
-    return chunks
+def _times_ms(frame: pl.DataFrame) -> dict[str, Sample]:
+    """Times of every request, in milliseconds; per output token only of requests that have more than one."""
+    column = {name: frame[name].to_numpy() for name in frame.columns}
+    output, several = column["output_tokens"], column["output_tokens"] > 1
+    decoding_s = (column["last_token_s"] - column["first_token_s"])[several]
+    times_s = {
+        "ttft_ms": column["first_token_s"] - column["arrival_s"],
+        "tpot_ms": decoding_s / (output[several] - 1),
+        "e2el_ms": column["last_token_s"] - column["arrival_s"],
+        "queue_ms": column["scheduled_s"] - column["arrival_s"],
+    }
+    return {name: (values * 1e3, np.ones(len(values), np.int64)) for name, values in times_s.items()}
 
 
 def mean_queue_s(parts: Sequence[Path], first: int, end: int) -> float:
@@ -148,41 +108,18 @@ def mean_queue_s(parts: Sequence[Path], first: int, end: int) -> float:
     return total / count if count else 0.0
 
 
-def _queue_s(column: dict[str, Any]) -> Floats:
-    waiting: Floats = column["scheduled_s"] - column["arrival_s"]
-    return waiting
-
-
-def _tpot_s(column: dict[str, Any]) -> Floats:
-    """Seconds per output token after the first, of requests that have more than one."""
-    several = column["output_tokens"] > 1
-    decoding_s = (column["last_token_s"] - column["first_token_s"])[several]
-    tpot_s: Floats = decoding_s / (column["output_tokens"][several] - 1)
-    return tpot_s
-
-
-def _spread(name: str, chunks: Chunks) -> dict[str, float]:
-    """Mean, standard deviation, median and 99th percentile."""
-    count, total, squares = 0, 0.0, 0.0
-    for values, weights in chunks():
-        count += int(weights.sum())
-        total += float(values @ weights)
-    mean = total / count if count else float("nan")
-    for values, weights in chunks():
-        squares += float((values - mean) ** 2 @ weights)
-    median, high = percentiles(chunks, [50, 99])
-    spread = float(np.sqrt(squares / count)) if count else float("nan")
-    return {f"mean_{name}": mean, f"std_{name}": spread, f"median_{name}": median, f"p99_{name}": high}
-
-
-def _bins(values: Floats) -> NDArray[np.int64]:
-    """Bin of every value; bins are in the order of the values, whose bits sort as integers do."""
-    bits = (np.ascontiguousarray(values) + 0.0).view(np.int64)
-    bins: NDArray[np.int64] = bits >> _BIN_SHIFT
-    return bins
-
-
-def _between(statistic: dict[int, float], place: float, total: int) -> float:
-    low = statistic[int(place)]
-    high = statistic[min(int(place) + 1, total - 1)]
-    return low + (high - low) * (place - int(place))
+def _spreads(names: Sequence[str], quantities: Callable[[], Iterator[dict[str, Sample]]]) -> dict[str, float]:
+    """Mean, standard deviation, median and 99th percentile of every quantity; `quantities()` is walked twice."""
+    found = {name: Distribution([50, 99]) for name in names}
+    for part in quantities():
+        for name, sample in part.items():
+            found[name].count(*sample)
+    for part in quantities():
+        for name, sample in part.items():
+            found[name].collect(*sample)
+    result: dict[str, float] = {}
+    for name, spread in found.items():
+        median, high = spread.percentiles()
+        result |= {f"mean_{name}": spread.mean, f"std_{name}": spread.std}
+        result |= {f"median_{name}": median, f"p99_{name}": high}
+    return result
