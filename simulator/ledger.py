@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import InfeasibleError, UsageError
-from lab.methods import get_method
 from lab.methods.base import StateMethod
 from lab.profiles.system import load_system
-from lab.shapes import ModelShape, load_shape
-from lab.trees import DraftTree, parse_tree
+from lab.shapes import ModelShape
+from lab.trees import DraftTree
 from lab.units import GIB, gib
 from simulator.memory import PoolLayout, kv_cache_tokens, max_concurrency, pool_layout, requested_bytes
-from simulator.scenario import EngineSettings, Scenario
+from simulator.scenario import EngineSettings
 
 
 class TooManySeqsError(InfeasibleError):
@@ -158,28 +157,6 @@ def build_ledger(
             )
     lines["pool_remainder"] = slack
     return Ledger(layout, blocks, source, engine.max_model_len, viable, lines)
-
-
-def scenario_ledger(scenario: Scenario) -> Ledger:
-    """Ledger of a scenario, checked the way the engine checks at start-up."""
-    ledger = build_ledger(
-        load_shape(scenario.model),
-        scenario.gpu,
-        scenario.tensor_parallel_size,
-        scenario.engine,
-        get_method(scenario.speculation.state_method),
-        scenario_tree(scenario),
-    )
-    ledger.check_num_seqs(scenario.engine.num_seqs)
-    ledger.check_fits()
-    return ledger
-
-
-def scenario_tree(scenario: Scenario) -> DraftTree:
-    """The draft tree of a scenario; methods that decode one row per step draft nothing."""
-    if get_method(scenario.speculation.state_method).topology == "decode":
-        return DraftTree.chain(0)
-    return parse_tree(scenario.speculation.tree)
 
 
 def _lines_before_pool(shape: ModelShape, gpu: str, tp: int, engine: EngineSettings, tree: DraftTree) -> dict[str, int]:

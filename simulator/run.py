@@ -17,10 +17,10 @@ from lab.errors import InfeasibleError, UsageError
 from lab.methods import get_method
 from lab.methods.base import StateMethod
 from lab.shapes import ModelShape, load_shape
-from lab.trees import DraftTree
+from lab.trees import DraftTree, parse_tree
 from lab.units import GIB
 from simulator.engine import Client, Engine, EngineConfig
-from simulator.ledger import Ledger, scenario_ledger, scenario_tree
+from simulator.ledger import Ledger, build_ledger
 from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
 from simulator.sampling import build_tables
@@ -59,8 +59,12 @@ def check(scenario: Scenario) -> CheckedCell:
         raise UsageError(
             "engine.enable_prefix_caching = true: the ledger prices it, the simulator does not model it yet; set false"
         )
-    tree = scenario_tree(scenario)
-    ledger = scenario_ledger(scenario)
+    shape = load_shape(scenario.model)
+    method = get_method(scenario.speculation.state_method)
+    tree = parse_tree(scenario.speculation.tree)
+    ledger = build_ledger(shape, scenario.gpu, scenario.tensor_parallel_size, scenario.engine, method, tree)
+    ledger.check_num_seqs(scenario.engine.num_seqs)
+    ledger.check_fits()
     _check_workload(scenario, tree)
     request_blocks(scenario.workload, scenario.seed)  # its own checks
     settings = scenario.speculation.acceptance
@@ -72,8 +76,8 @@ def check(scenario: Scenario) -> CheckedCell:
     )
     return CheckedCell(
         scenario,
-        load_shape(scenario.model),
-        get_method(scenario.speculation.state_method),
+        shape,
+        method,
         tree,
         ledger,
         acceptance,

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lab.errors import UsageError
+from lab.methods import METHODS
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
@@ -122,6 +123,13 @@ class SpeculationSettings(_Section):
     state_method: str = "storeall"
     tree: str = "1,1,1"
     acceptance: AcceptanceSettings = AcceptanceSettings(preset="mtp-hybrid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tree_without_drafts(cls, raw: Any) -> Any:
+        """A method that decodes one row per step drafts nothing, whatever the sweep's trees."""
+        method = METHODS.get(str(raw.get("state_method"))) if isinstance(raw, Mapping) else None
+        return {**raw, "tree": "chain:0"} if method is not None and method.topology == "decode" else raw
 
 
 class WorkloadSettings(_Section):

@@ -19,7 +19,6 @@ import polars as pl
 
 import lab
 from lab.errors import InfeasibleError, UsageError
-from lab.methods import get_method
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
@@ -55,7 +54,7 @@ def plan_cells(cells: Sequence[Scenario]) -> tuple[list[Scenario], list[Skipped]
     priced: set[tuple[str, ...]] = set()
     runnable: list[Scenario] = []
     skipped: list[Skipped] = []
-    for cell in map(_without_unused_tree, cells):
+    for cell in cells:
         key = cell.model_dump_json()
         if key in seen:
             continue
@@ -163,14 +162,6 @@ def _write_run(
         merge_parts([(i, part_files(part, kind)) for i, part in enumerate(parts)], folder / f"{kind}.parquet")
     record = _run_record(raw, cells, skipped, results)
     (folder / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-def _without_unused_tree(cell: Scenario) -> Scenario:
-    """A method that drafts nothing has one cell, whatever the sweep's trees."""
-    if get_method(cell.speculation.state_method).topology != "decode":
-        return cell
-    speculation = cell.speculation.model_copy(update={"tree": "chain:0"})
-    return cell.model_copy(update={"speculation": speculation})
 
 
 def _run_record(

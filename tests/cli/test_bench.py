@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 from kernel_profiles import write_profile
 
@@ -15,14 +14,6 @@ from lab.data import data_path
 from lab.profiles.rows import COLUMNS, read_rows
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
 
 
 @pytest.fixture
