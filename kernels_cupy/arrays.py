@@ -9,6 +9,7 @@ import numpy as np
 from kernels_cupy.compiler import load_cupy
 from lab.bf16 import from_bits
 from lab.errors import UsageError
+from lab.methods.protocol import Operands
 
 #: Bits of a bfloat16 NaN.
 NAN_BITS = 0x7FC0
@@ -55,15 +56,21 @@ def row_pitch(x: Any, name: str) -> int:
     return int(pitch)
 
 
-def gate_operand(x: Any, name: str) -> Any:
-    """Contiguous gates `[B, N, HV]`, float32 or bfloat16 bits."""
-    cp = load_cupy()
-    x = as_device(x)
-    if x.dtype == np.int16:
-        x = x.view(np.uint16)
-    if x.dtype not in (np.float32, np.uint16):
-        raise UsageError(f"operand {name} has type {x.dtype}; float32 or bfloat16 bits as uint16 are needed")
-    return cp.ascontiguousarray(x)
+def gate_operands(operands: Operands) -> tuple[Any, Any]:
+    """a and b `[B, N, HV]`, both float32 or both bfloat16 bits, in place: a captured graph reads them again."""
+    found = []
+    for name in ("a", "b"):
+        x = as_device(getattr(operands, name))
+        if x.dtype == np.int16:
+            x = x.view(np.uint16)
+        if x.dtype not in (np.float32, np.uint16):
+            raise UsageError(f"operand {name} has type {x.dtype}; float32 or bfloat16 bits as uint16 are needed")
+        if not x.flags.c_contiguous:
+            raise UsageError(f"operand {name} has strides {x.strides}; a contiguous array is needed")
+        found.append(x)
+    if found[0].dtype != found[1].dtype:
+        raise UsageError(f"operands a and b have types {found[0].dtype} and {found[1].dtype}; one type is needed")
+    return found[0], found[1]
 
 
 def state_bits(states: Any, state_dtype: str) -> Any:

@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from kernels_cupy.arrays import bf16_operand, gate_operand, row_pitch
-from kernels_cupy.compiler import kernel, load_cupy, multiprocessors
+from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
+from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, shared_bytes_per_cta
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
 
 WARPS = 4
-#: Dynamic shared memory of one CTA on sm_90 and sm_100; sm_80 has 163 KiB.
+#: Dynamic shared memory of one CTA on sm_90 and sm_100 (sm_80 has 163 KiB).
 MAX_SHARED_BYTES = 227 * 1024
+#: Rows of a path from which on L is kept to 24 bits: 17 bits would cost 1e-5 when all keys of 32 rows are nearly one.
+LONG_PATH = 20
 _NO_ARRAY = np.uint64(0)
 
 
@@ -36,6 +38,7 @@ class VerifyPlan:
     head_dim: int
     state_bytes: int  # of one element
     log_bf16: bool = False
+    long_path: bool = False
 
     @classmethod
     def choose(
@@ -46,19 +49,16 @@ class VerifyPlan:
         batch: int,
         log_bf16: bool = False,
         multiprocessors: int = 132,
+        shared_bytes: int = MAX_SHARED_BYTES,
+        longest_path: int = 0,
     ) -> VerifyPlan:
         """The plan that should end first: preparing a CTA costs about as much as three tiles of a warp.
 
-        More value heads per CTA share keys and Grams, fewer fill a small batch's idle multiprocessors.
+        More value heads per CTA share keys and Grams, fewer fill a small batch's idle multiprocessors. The GPU has
+        `multiprocessors`, and `shared_bytes` for one CTA; `longest_path` bounds the rows of a path (0: all rows).
         """
-        check_heads(heads)
-        tiles = 1 if rows <= 8 else 2 * -(-rows // 16)
-        log_blocks = (0, 1, 2, 4, 4)[-(-log_rows // 16)]
-        group = heads.value_heads // heads.key_heads
-        state_bytes = 4 if heads.state_dtype == "float32" else 2
-        shapes = [(d, 1) for d in (4, 3, 2, 1) if group % d == 0] + [(1, heads.key_dim // 64)]
-        plans = [cls(tiles, log_blocks, d, n, heads.key_dim, state_bytes, log_bf16) for d, n in shapes]
-        fits = [plan for plan in plans if plan.shared_bytes <= MAX_SHARED_BYTES] or plans[-1:]
+        plans = cls.possible(heads, rows, log_rows, log_bf16, longest_path)
+        fits = [plan for plan in plans if plan.shared_bytes <= shared_bytes] or plans[-1:]
 
         def cost(plan: VerifyPlan) -> float:
             waves = -(-plan.ctas(heads, batch) // (multiprocessors * plan.ctas_per_multiprocessor))
@@ -67,12 +67,41 @@ class VerifyPlan:
 
         return min(fits, key=cost)
 
+    @classmethod
+    def for_device(
+        cls, heads: LayerHeads, rows: int, log_rows: int, batch: int, log_bf16: bool = False, longest_path: int = 0
+    ) -> VerifyPlan:
+        """The choice for the current GPU."""
+        limits = multiprocessors(), shared_bytes_per_cta()
+        return cls.choose(heads, rows, log_rows, batch, log_bf16, *limits, longest_path)
+
+    @classmethod
+    def possible(
+        cls, heads: LayerHeads, rows: int, log_rows: int, log_bf16: bool = False, longest_path: int = 0
+    ) -> list[VerifyPlan]:
+        """Every way to cut a verification: value heads per CTA, or a head shared by two CTAs (the last)."""
+        check_heads(heads)
+        tiles = 1 if rows <= 8 else 2 * -(-rows // 16)
+        log_blocks = (0, 1, 2, 4, 4)[-(-log_rows // 16)]
+        group = heads.value_heads // heads.key_heads
+        state_bytes = 4 if heads.state_dtype == "float32" else 2
+        shapes = [(d, 1) for d in (4, 3, 2, 1) if group % d == 0]
+        if heads.key_dim > 64:
+            shapes.append((1, heads.key_dim // 64))
+        long_path = (longest_path or rows) > LONG_PATH
+        return [cls(tiles, log_blocks, d, n, heads.key_dim, state_bytes, log_bf16, long_path) for d, n in shapes]
+
+    @property
+    def l_parts(self) -> int:
+        """bf16 parts of L."""
+        return 3 if self.long_path else 2
+
     @property
     def macros(self) -> dict[str, int]:
         return {
             "TILES": self.tiles, "LOG_BLOCKS": self.log_blocks, "DIM": self.head_dim,
             "STATE_BF16": int(self.state_bytes == 2), "LOG_BF16": int(self.log_bf16),
-            "MIN_CTAS": self.ctas_per_multiprocessor,
+            "L_PARTS": self.l_parts, "MIN_CTAS": self.ctas_per_multiprocessor,
         }  # fmt: skip
 
     @property
@@ -85,7 +114,7 @@ class VerifyPlan:
         spare = 8 if self.tiles == 1 and not log_rows else 0  # read past the queries, never used
         keys = (2 * key_rows + log_rows + spare) * self.head_dim * 2
         blocks = rows // 16
-        weights = 8 * (16 * blocks * (log_rows + 24) + 128 * blocks * (blocks - 1))
+        weights = 2 * (self.l_parts + 2) * (16 * blocks * (log_rows + 24) + 128 * blocks * (blocks - 1))
         common = 12 * rows + 8 * columns
         head = 13 * columns + 16 * rows + 4 * log_rows + 16
         return stage + keys + common + self.heads_per_cta * (weights + head)
@@ -158,19 +187,16 @@ class Verification:
 
     def __init__(
         self, layer: Layer, slots: Any, operands: Operands, masks: Any, output: Any, log: Log | None,
-        norm_eps: float = 1e-6, plan: VerifyPlan | None = None,
+        norm_eps: float = 1e-6, plan: VerifyPlan | None = None, longest_path: int = 0,
     ) -> None:  # fmt: skip
         heads = layer.heads
         q, k, v = (bf16_operand(getattr(operands, name), name) for name in "qkv")
-        a, b = gate_operand(operands.a, "a"), gate_operand(operands.b, "b")
-        if a.dtype != b.dtype:
-            raise UsageError(f"operands a and b have types {a.dtype} and {b.dtype}; one type is needed")
+        a, b = gate_operands(operands)
         batch, rows = q.shape[:2]
-        self.plan = plan or VerifyPlan.choose(
-            heads, rows, log.capacity if log else 0, batch, layer.log_bf16, multiprocessors()
-        )
-        plan = self.plan
-        if plan.shared_bytes > MAX_SHARED_BYTES:
+        log_rows = log.capacity if log else 0
+        plan = plan or VerifyPlan.for_device(heads, rows, log_rows, batch, layer.log_bf16, longest_path)
+        self.plan = plan
+        if plan.shared_bytes > shared_bytes_per_cta():
             raise UsageError(f"{rows} rows with a log need {plan.shared_bytes} bytes of shared memory; fewer rows fit")
         cursors = (log.length, log.row_list) if log else (_NO_ARRAY, _NO_ARRAY)
         limits = (log.capacity, log.reserve) if log else (0, 0)

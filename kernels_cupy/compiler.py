@@ -22,12 +22,15 @@ OPTIONS = ("-std=c++17",)
 KERNELS = {
     "verify.cu": ("verify",),
     "commit.cu": ("fold_rows",),
-    "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes"),
+    "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes", "read_bytes"),
     "serial.cu": ("recur", "scatter_states"),
 }
 
-#: Python files that a measurement depends on, beside the CUDA sources.
-MEASURED = ("closed_form.py", "serial.py", "timer.py")
+#: What a measurement of the state methods depends on: CUDA sources, and the Python that lays out, launches and times.
+MEASURED = (
+    *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "verify.cu")),
+    "arrays.py", "closed_form.py", "serial.py", "steps.py", "timer.py",
+)  # fmt: skip
 
 
 @cache
@@ -50,6 +53,12 @@ def multiprocessors() -> int:
     return int(load_cupy().cuda.Device().attributes["MultiProcessorCount"])
 
 
+@cache
+def shared_bytes_per_cta() -> int:
+    """Dynamic shared memory that one CTA can take on the current GPU."""
+    return int(load_cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+
+
 def source_text(file: str) -> str:
     """A source with its own headers put in place, so that the text alone decides what is compiled."""
     text = (SOURCE_DIR / file).read_text(encoding="utf-8")
@@ -59,11 +68,11 @@ def source_text(file: str) -> str:
 
 
 def source_hash() -> str:
-    """Hash of every CUDA source and of the Python that lays out, launches and times them."""
+    """Hash of every file that a measurement of the state methods depends on."""
     digest = sha256()
     package = Path(__file__).parent
-    for path in sorted([*SOURCE_DIR.glob("*.cu*"), *(package / name for name in MEASURED)]):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in MEASURED:
+        digest.update(name.encode() + b"\0" + (package / name).read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -79,7 +88,8 @@ def _module(file: str, options: tuple[str, ...]) -> Any:
 @cache
 def _kernel(file: str, name: str, options: tuple[str, ...], shared_bytes: int) -> Any:
     kernel = _module(file, options).get_function(name)
-    if shared_bytes > 48 * 1024:
+    # One function serves all plans with these macros: the largest of them decides what it may ask for.
+    if shared_bytes > max(48 * 1024, kernel.max_dynamic_shared_size_bytes):
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     return kernel
 

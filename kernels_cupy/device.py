@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels_cupy.compiler import load_cupy, source_hash
+from kernels_cupy.compiler import load_cupy
+
+#: What NVML says holds a clock down, by bit.
+THROTTLES = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "temperature",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
 
 
 def device_record() -> dict[str, Any]:
-    """Name, memory, clocks, driver and versions, as far as this machine tells them; clocks in MHz, now."""
+    """Name, memory, driver and versions of the current GPU, as far as this machine tells them."""
     cp = load_cupy()
-    properties = cp.cuda.runtime.getDeviceProperties(0)
+    properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)
     record: dict[str, Any] = {
         "name": properties["name"].decode(),
         "compute_capability": f"{properties['major']}.{properties['minor']}",
@@ -21,22 +30,23 @@ def device_record() -> dict[str, Any]:
         "cuda_driver_api": cp.cuda.runtime.driverGetVersion(),
         "nvrtc": ".".join(map(str, cp.cuda.nvrtc.getVersion())),
         "cupy": cp.__version__,
-        "source_hash": source_hash(),
     }
-    return record | clocks() | driver()
+    return record | driver()
 
 
 def clocks() -> dict[str, Any]:
-    """Current and largest clocks of the multiprocessors and the memory; empty without nvidia-ml-py."""
-    try:
-        import pynvml
+    """Clocks of the multiprocessors and the memory now and at most (MHz), and why they are held down, if they are.
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        kinds = {"sm": pynvml.NVML_CLOCK_SM, "memory": pynvml.NVML_CLOCK_MEM}
+    Empty without nvidia-ml-py.
+    """
+    try:
+        nvml, handle = _nvml()
+        kinds = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return {
-            **{f"{kind}_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, code) for kind, code in kinds.items()},
-            **{f"{kind}_clock_max_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, code) for kind, code in kinds.items()},
+            **{f"{kind}_clock_mhz": nvml.nvmlDeviceGetClockInfo(handle, code) for kind, code in kinds.items()},
+            **{f"{kind}_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, code) for kind, code in kinds.items()},
+            "throttle_reasons": [name for bit, name in THROTTLES.items() if reasons & bit],
         }
     except Exception:  # the library is optional, and containers may hide the device from it
         return {}
@@ -45,10 +55,15 @@ def clocks() -> dict[str, Any]:
 def driver() -> dict[str, str]:
     """Driver version; empty without nvidia-ml-py."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
+        version = _nvml()[0].nvmlSystemGetDriverVersion()
         return {"driver": version.decode() if isinstance(version, bytes) else str(version)}
     except Exception:
         return {}
+
+
+def _nvml() -> tuple[Any, Any]:
+    """NVML, started, and its handle of the current GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(load_cupy().cuda.Device().pci_bus_id.encode())

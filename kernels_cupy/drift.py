@@ -1,13 +1,15 @@
 """INV-2: thousands of closed-loop steps on the GPU against the float64 recurrence.
 
-`python -m kernels_cupy.drift --out drift.json [--steps 10000]` prints, for every method, the relative error of the
-committed state (worst request and head) at several step counts, and its ratio to the plain fp32 recurrence.
+`python -m kernels_cupy.drift --out drift.json [--steps 10000]` prints, for every method, tree and kind of decay, the
+relative error of the committed state (worst request and head) at several step counts, and its ratio to the plain fp32
+recurrence. One step in eight commits nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 
 from kernels_cupy import reference
 from kernels_cupy.compiler import load_cupy, source_hash
+from kernels_cupy.device import device_record
 from kernels_cupy.gate import dense_states, state_error
 from kernels_cupy.sessions import SESSIONS
 from lab.methods.base import LayerHeads
@@ -29,29 +32,39 @@ GROUPS = {
     "chain of 4 rows": (DraftTree.chain(3), ("storeall", "treewy", "bole", "treelog", "replayssm")),
     "tree 2,2 of 7 rows": (DraftTree.from_widths([2, 2]), ("storeall", "treewy", "bole", "treelog")),
 }
+#: exp(g) by head, from slow to fast: as trained layers have it, and so slow that errors have 10,000 steps to pile up.
+DECAYS = {"trained": (1e-4, 0.1), "slow": (1e-7, 1e-3)}
 BATCH, PREPARED = 4, 97
+#: Largest error of the committed state, and how much larger it may be at the last mark than at any earlier one.
+LIMIT, GROWTH = 1e-5, 3.0
+#: Methods whose published record formats round more than fp32 does: shown, not judged.
+ROUNDED_RECORDS = ("replayssm",)
+#: What the others are compared with; their own growth is what fp32 does.
+PLAIN = ("recurrent", "storeall")
 
 
-def trained_operands(cp: Any, rng: np.random.Generator, heads: LayerHeads, tree: DraftTree) -> Operands:
-    """Operands with decays as trained layers have them: exp(g) from about 0.9 to 0.9999 by head."""
+def decaying_operands(
+    cp: Any, rng: np.random.Generator, heads: LayerHeads, tree: DraftTree, rates: tuple[float, float]
+) -> Operands:
+    """Ordinary operands whose decay -g of a step is about `rates[0]` in the first head and `rates[1]` in the last."""
     parents = np.tile(tree.parent_array(), (BATCH, 1))
     operands = reference.random_operands(cp, rng, BATCH, tree.num_rows, heads, parents)
     gates = rng.standard_normal((2, BATCH, tree.num_rows, heads.value_heads)).astype(np.float32)
     keys = rng.standard_normal((BATCH, tree.num_rows, heads.key_heads, heads.key_dim)).astype(np.float32)
-    rates = np.geomspace(1e-4, 0.1, heads.value_heads).astype(np.float32)
+    by_head = np.geomspace(*rates, heads.value_heads).astype(np.float32)
     return replace(
         operands, k=reference.device_bits(cp, keys), a=cp.asarray(gates[0]), b=cp.asarray(gates[1]),
-        A_log=cp.asarray(np.log(rates)),
+        A_log=cp.asarray(np.log(by_head)),
     )  # fmt: skip
 
 
-def run_group(name: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Errors of the methods of one group over `steps` steps."""
+def run_group(name: str, decay: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Errors of the methods of one group over `steps` steps with one of the `DECAYS`."""
     cp = load_cupy()
     tree, methods = GROUPS[name]
     heads = LayerHeads(2, 4, 128, 128, "float32")
     rng = np.random.default_rng(seed)
-    prepared = [trained_operands(cp, rng, heads, tree) for _ in range(PREPARED)]
+    prepared = [decaying_operands(cp, rng, heads, tree, DECAYS[decay]) for _ in range(PREPARED)]
     prepared = [replace(x, A_log=prepared[0].A_log, dt_bias=prepared[0].dt_bias) for x in prepared]
     parents = np.tile(tree.parent_array(), (BATCH, 1))
     initial = rng.standard_normal((BATCH, heads.value_heads, 128, 128)).astype(np.float32)
@@ -62,12 +75,16 @@ def run_group(name: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
     marks = sorted({steps, *(round(steps * share) for share in (0.01, 0.03, 0.1, 0.3))})
     found: dict[str, list[float]] = {method: [] for method in methods}
     accepted_rows = rng.integers(0, tree.num_rows, (steps, BATCH)).astype(np.int32)
+    if methods[0] != "recurrent":  # which commits its row whatever is accepted
+        accepted_rows[rng.random((steps, BATCH)) < 1 / 8] = -1
     order = rng.integers(0, PREPARED, steps)
     accepted_device = cp.asarray(accepted_rows)
     for step in range(steps):
         operands = prepared[int(order[step])]
         expected = reference.recurrence(cp, state, operands, parents)
-        state = expected.states[cp.arange(BATCH), accepted_device[step]]
+        taken = accepted_device[step]
+        chosen = expected.states[cp.arange(BATCH), cp.maximum(taken, 0)]
+        state = cp.where((taken >= 0)[:, None, None, None], chosen, state)
         for session in sessions.values():
             session.verify(operands)
             session.commit(accepted_device[step])
@@ -78,27 +95,41 @@ def run_group(name: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
     plain = found[methods[0]]
     return [
         {
-            "group": name, "method": method, "steps": marks, "state_error": errors,
-            "ratio_to_plain_fp32": errors[-1] / plain[-1],
+            "group": name, "decay": decay, "method": method, "steps": marks, "state_error": errors,
+            "ratio_to_plain_fp32": errors[-1] / plain[-1], "failed": failures(method, errors),
         }
         for method, errors in found.items()
     ]  # fmt: skip
+
+
+def failures(method: str, errors: list[float]) -> list[str]:
+    """What is wrong with a method's errors at the marks: too large (or not a number), or growing with the steps."""
+    if method in ROUNDED_RECORDS or method in PLAIN:
+        return [] if np.isfinite(errors).all() else ["not finite"]
+    found = [] if all(error <= LIMIT for error in errors) else [f"above {LIMIT:.0e}"]
+    if not errors[-1] <= max(GROWTH * max(errors[:-1], default=errors[-1]), LIMIT / 4):
+        found.append("grows")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Closed-loop drift of the state against the float64 recurrence.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--processes", type=int, default=3, help="groups that run at a time (default 3)")
     options = parser.parse_args()
-    rows = [row for name in GROUPS for row in run_group(name, options.steps)]
+    tasks = [(name, decay, options.steps) for decay in DECAYS for name in GROUPS]
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        rows = [row for group in pool.starmap(run_group, tasks, chunksize=1) for row in group]
     for row in rows:
         errors = "  ".join(f"{error:.1e}" for error in row["state_error"])
-        print(f"{row['group']:20} {row['method']:10} {errors}  x{row['ratio_to_plain_fp32']:.1f}")
+        words = f"{row['decay']:8} {row['group']:20} {row['method']:10} {errors}  x{row['ratio_to_plain_fp32']:.2f}"
+        print(words, *row["failed"])
     if options.out:
-        record = {"source_hash": source_hash(), "rows": rows}
+        device = device_record()["name"]
+        record = {"device": device, "source_hash": source_hash(), "batch": BATCH, "decays": DECAYS, "rows": rows}
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    red = [row for row in rows if row["method"] != "replayssm" and max(row["state_error"]) > 1e-5]
-    return int(bool(red))
+    return int(any(row["failed"] for row in rows))
 
 
 if __name__ == "__main__":

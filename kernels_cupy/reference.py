@@ -54,9 +54,10 @@ def recurrence(cp: Any, state: Any, operands: Operands, parents: Any, eps: float
 def random_parents(rng: np.random.Generator, batch: int, rows: int, longest: int) -> np.ndarray:
     """`[B, N]` parents: chains, stars, random, deep and wide trees in turn, no path longer than `longest` rows."""
     parents = np.full((batch, rows), -1, np.int32)
+    first = int(rng.integers(5))
     for b in range(batch):
         depth = np.zeros(rows, int)
-        kind = b % 5
+        kind = (first + b) % 5
         for t in range(1, rows):
             if kind == 0:  # chain
                 above = t - 1
@@ -87,7 +88,7 @@ def random_operands(
     q, k = rng.standard_normal((2, batch, rows, HK, K))
     v = rng.standard_normal((batch, rows, HV, V))
     a, b = rng.standard_normal((2, batch, rows, HV))
-    request = np.arange(batch)
+    request = rng.integers(80) + np.arange(batch)
     decay_kind, beta_kind, key_kind = request % 4, request // 4 % 4, request // 2 % 5
     a[decay_kind == 1] = -60.0
     a[decay_kind == 2] = 30.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels_cupy.arrays import bf16_operand, gate_operand, row_pitch
+from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
 from kernels_cupy.closed_form import check_heads
 from kernels_cupy.compiler import kernel, load_cupy
 from lab.methods.base import LayerHeads
@@ -29,10 +29,7 @@ class Recurrence:
     ) -> None:  # fmt: skip
         check_heads(heads)
         q, k, v = (bf16_operand(getattr(operands, name), name) for name in "qkv")
-        a, b = (
-            gate_operand(operands.a, "a"),
-            gate_operand(operands.b, "b").astype(operands.a.dtype, copy=False),
-        )
+        a, b = gate_operands(operands)
         batch, rows = q.shape[:2]
         self._macros = {"DIM": heads.key_dim, "STATE_BF16": int(heads.state_dtype == "bfloat16")}
         self._grid = (heads.value_heads * (heads.value_dim // 64), batch)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_cupy.arrays import as_device, host_floats, nan_bits, state_bits
-from kernels_cupy.closed_form import Fold, Layer, Log, Verification, check_heads, tree_masks
+from kernels_cupy.closed_form import Fold, Layer, Log, Verification, VerifyPlan, check_heads, tree_masks
 from kernels_cupy.compiler import load_cupy
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.errors import UsageError
@@ -28,12 +28,15 @@ def _refuse_misread(operands: Operands) -> None:
         array = getattr(operands, name)
         if array is not None and (array.dtype != dtype or not array.flags.c_contiguous):
             raise UsageError(f"operand {name} is {array.dtype}; a contiguous {np.dtype(dtype).name} array is needed")
-    if str(operands.a.dtype) != str(operands.b.dtype):
-        raise UsageError(f"operands a and b are {operands.a.dtype} and {operands.b.dtype}; one type is needed")
 
 
 class CudaSession(ABC):
-    """A session on the GPU; children run the kernels and keep what their method keeps."""
+    """A session on the GPU; children run the kernels and keep what their method keeps.
+
+    `plan` cuts closed-form verifications another way than the batch would (None: as the batch wants it).
+    """
+
+    plan: VerifyPlan | None = None
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
         cp, heads = load_cupy(), spec.heads
@@ -173,7 +176,10 @@ class BoleSession(CudaSession):
 
     def _verify(self, operands: Operands) -> None:
         self.masks = tree_masks(operands.parent)
-        Verification(self.layer, self.slots, operands, self.masks, self.outputs, None, self.spec.norm_eps)()
+        Verification(
+            self.layer, self.slots, operands, self.masks, self.outputs, None, self.spec.norm_eps, self.plan,
+            self.spec.max_path,
+        )()  # fmt: skip
 
     def _commit(self, accepted: Any) -> None:
         self._fold.path(accepted, self.masks)
@@ -198,7 +204,10 @@ class LogSession(CudaSession):
 
     def _verify(self, operands: Operands) -> None:
         self.masks = tree_masks(operands.parent)
-        Verification(self.layer, self.slots, operands, self.masks, self.outputs, self.log, self.spec.norm_eps)()
+        Verification(
+            self.layer, self.slots, operands, self.masks, self.outputs, self.log, self.spec.norm_eps, self.plan,
+            self.spec.max_path,
+        )()  # fmt: skip
 
     def _commit(self, accepted: Any) -> None:
         self.log.advance(accepted, self.masks)

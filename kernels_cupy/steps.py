@@ -6,24 +6,27 @@ cursors that a model keeps once per request. Its phases are functions that only 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels_cupy.closed_form import Fold, Layer, Log, Verification, VerifyPlan, tree_masks
 from kernels_cupy.compiler import load_cupy
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.methods import deltalog, replayssm, treelog
 from lab.methods.base import LayerHeads
-from lab.methods.logs import mean_log_rows, steps_per_flush
 from lab.methods.protocol import Operands
 from lab.trees import DraftTree
 
 #: Methods that keep a log of accepted rows.
 LOG_METHODS = ("treewy", "treelog", "deltalog", "replayssm")
 CUDA_METHODS = ("recurrent", "storeall", "bole", *LOG_METHODS)
+#: Most steps of one sample.
+LONGEST_CYCLE = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +55,25 @@ class Shape:
             "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
         }[self.method]
 
+    def committed(self) -> NDArray[np.int32]:
+        """Rows that each request commits in every step: whole numbers, `rows_committed` on average."""
+        done = np.floor(self.rows_committed * np.arange(self.batch + 1) + 1e-9)
+        return np.asarray(np.maximum(np.diff(done), 1), np.int32)
+
+    def cycles(self) -> NDArray[np.int32]:
+        """Steps between two flushes of each request: its log has grown past what leaves room for a whole path."""
+        capacity, reserve = self.log_limits
+        return np.asarray((capacity - reserve) // self.committed() + 1, np.int32)
+
     @property
-    def steps_per_flush(self) -> float:
-        if self.method == "treewy":
-            return 1.0
-        return steps_per_flush(*self.log_limits, self.rows_committed)
+    def cycle_steps(self) -> int:
+        """Steps after which the logs of all requests are where they were, at most `LONGEST_CYCLE`."""
+        return int(min(math.lcm(*set(self.cycles().tolist())), LONGEST_CYCLE))
 
     @property
     def mean_log_rows(self) -> float:
-        if self.method == "treewy":
-            return self.rows_committed
-        return mean_log_rows(self.steps_per_flush, self.rows_committed)
+        """Rows in a request's log when a step starts: it climbs by what a step commits, and that step folds it."""
+        return float(np.mean(self.committed() * (self.cycles() + 1) / 2))
 
     def record_bytes(self, rows: float) -> float:
         """Bytes of `rows` factor records: u, raw k in bf16, g."""
@@ -72,7 +83,10 @@ class Shape:
         return rows * (heads.value_heads * per_value_head + 2 * heads.key_heads * heads.key_dim)
 
     def bytes_moved(self, phase: str) -> float:
-        """Fewest bytes that the phase moves per layer: every state, operand and record once."""
+        """Fewest bytes that these kernels can move in the phase, per layer: every state, operand and record once.
+
+        Records are in this package's own formats, which are smaller than those that the published methods state.
+        """
         heads, rows, committed = self.heads, self.tree.num_rows, self.rows_committed
         state = heads.state_bytes
         operands = rows * (heads.operand_bytes - 4 * heads.value_heads)  # gates are bf16 here
@@ -91,7 +105,7 @@ class Shape:
         flush = 2 * state + self.record_bytes(self.log_limits[0]) if phase == "flush" else 0.0
         amortised = 0.0
         if self.method in LOG_METHODS and self.method != "treewy":
-            amortised = state / self.steps_per_flush
+            amortised = state * float(np.mean(1 / self.cycles()))
         per_request = {"verify": verify, "commit": commit, "flush": flush, "step": verify + commit + amortised}
         return self.batch * per_request[phase]
 
@@ -117,7 +131,7 @@ class Step:
         rows = tree.num_rows
         self.slots = cp.asarray(rng.permutation(batch).astype(np.int32))
         self.masks = tree_masks(cp.asarray(tree.parent_array()))
-        self.accepted = cp.asarray(accepted_rows(shape, rng))
+        self.accepted = cp.asarray(accepted_rows(shape))
         operands = [random_operands(cp, seed + i, shape) for i in range(layers)]
         outputs = [cp.empty((batch, rows, heads.value_heads, heads.value_dim), np.uint16) for _ in range(layers)]
         pools = [random_states(cp, seed + i, batch, heads) for i in range(layers)]
@@ -126,7 +140,7 @@ class Step:
         if shape.method in ("recurrent", "storeall"):
             self._serial(operands, outputs, pools)
         else:
-            self._closed_form(operands, outputs, pools, plan, rng)
+            self._closed_form(operands, outputs, pools, plan)
 
     def _serial(self, operands: list[Operands], outputs: list[Any], pools: list[Any]) -> None:
         cp, shape = load_cupy(), self.shape
@@ -176,22 +190,21 @@ class Step:
         self.phases["step"] = step
 
     def _closed_form(
-        self, operands: list[Operands], outputs: list[Any], pools: list[Any], plan: VerifyPlan | None,
-        rng: np.random.Generator,
-    ) -> None:  # fmt: skip
+        self, operands: list[Operands], outputs: list[Any], pools: list[Any], plan: VerifyPlan | None
+    ) -> None:
         cp, shape = load_cupy(), self.shape
         batch, rows, heads = shape.batch, shape.tree.num_rows, shape.heads
         log = Log(batch, rows, *shape.log_limits) if shape.method in LOG_METHODS else None
         idle = Log(batch, rows, *shape.log_limits) if log else None  # never flushes: for the verification alone
         record_rows = log.record_rows if log else rows
         layers = [Layer(pool, heads, batch, record_rows, shape.method == "replayssm") for pool in pools]
-        for layer in layers:  # unwritten records are NaN; out of phase, logs start with some of them
+        for layer in layers:  # unwritten records are NaN; logs start with some of them
             for x in (layer.u, layer.k, layer.g):
                 x.fill(0)
 
         def verifications(log: Log | None) -> list[Verification]:
             return [
-                Verification(layer, self.slots, x, self.masks, o, log, plan=plan)
+                Verification(layer, self.slots, x, self.masks, o, log, plan=plan, longest_path=shape.tree.max_depth + 1)
                 for layer, x, o in zip(layers, operands, outputs, strict=True)
             ]
 
@@ -207,12 +220,14 @@ class Step:
                 launch_all(verify)
                 fold.path(self.accepted, self.masks)
         else:
-            if shape.method == "treewy":  # always the path of the step before
-                idle.length[:] = log.length[:] = round(shape.rows_committed)
+            committed, cycles = shape.committed(), shape.cycles()
+            turn = np.arange(batch) % cycles  # requests are out of phase: as many flush in one step as in another
+            log.length[:] = cp.asarray(committed * (turn + 1))
+            if shape.method == "treewy":  # every step folds the path of the one before
+                idle.length[:] = cp.asarray(committed)
             else:
                 idle.length[:] = round(shape.mean_log_rows)
                 idle.reserve = 0
-                log.length[:] = cp.asarray(rng.integers(0, log.capacity + 1, batch).astype(np.int32))
                 full = Log(batch, rows, *shape.log_limits)
                 full.length[:] = log.capacity
                 self._keep.append(full)
@@ -232,12 +247,10 @@ def launch_all(launches: list[Any]) -> None:
         launch()
 
 
-def accepted_rows(shape: Shape, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Accepted row of each request, `rows_committed` rows deep on average."""
-    tree, mean = shape.tree, shape.rows_committed
-    deep = np.floor(mean) + (rng.permutation(shape.batch) < round(shape.batch * (mean % 1)))
-    row_of = {depth + 1: row for row, depth in reversed(list(enumerate(tree.depth)))}
-    return np.array([row_of[int(d)] for d in deep], np.int32)
+def accepted_rows(shape: Shape) -> NDArray[np.int32]:
+    """Accepted row of each request, as deep as the rows that it commits."""
+    row_of = {depth + 1: row for row, depth in reversed(list(enumerate(shape.tree.depth)))}
+    return np.array([row_of[int(rows)] for rows in shape.committed()], np.int32)
 
 
 def random_states(cp: Any, seed: int, slots: int, heads: LayerHeads) -> Any:

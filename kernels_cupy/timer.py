@@ -1,26 +1,24 @@
-"""Times launches with CUDA events: graph replays or eager calls, medians and percentiles, and the copy bandwidth."""
+"""Samples of launches by CUDA events, graph replays or eager calls, and the bandwidth of copies and reads."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kernels_cupy.compiler import kernel, load_cupy
 
+#: Samples that are recorded before the stop rule is asked again.
+SAMPLES_AT_A_TIME = 9
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds of one call: median, 20th and 80th percentile, number of samples."""
 
-    p50_us: float
-    p20_us: float
-    p80_us: float
-    samples: int
+class Enough(Protocol):
+    """Says when sampling may end."""
+
+    def __call__(self, samples_us: Sequence[float], spent_s: float) -> bool:
+        """Whether these samples, taken in `spent_s` seconds, are enough."""
 
 
 def graph_of(launch: Callable[[], None]) -> Any:
@@ -36,44 +34,28 @@ def graph_of(launch: Callable[[], None]) -> Any:
     return graph, stream
 
 
-def time_graph(
-    launch: Callable[[], None], calls_per_sample: int = 1, min_samples: int = 11, limit_s: float = 0.1
-) -> Timing:
-    """Time replays of the captured launches; see `_sample`."""
+def time_graph(launch: Callable[[], None], enough: Enough, calls_per_sample: int = 1) -> list[float]:
+    """Microseconds per replay of the captured launches; see `_sample`."""
     graph, stream = graph_of(launch)
-    return _sample(lambda: graph.launch(stream), stream, calls_per_sample, min_samples, limit_s)
+    return _sample(lambda: graph.launch(stream), stream, enough, calls_per_sample)
 
 
-def time_eager(
-    launch: Callable[[], None], calls_per_sample: int = 1, min_samples: int = 11, limit_s: float = 0.1
-) -> Timing:
-    """Time launches from Python, one after another; see `_sample`."""
+def time_eager(launch: Callable[[], None], enough: Enough, calls_per_sample: int = 1) -> list[float]:
+    """Microseconds per call from Python, one after another; see `_sample`."""
     stream = load_cupy().cuda.Stream(non_blocking=True)
     with stream:
-        return _sample(launch, stream, calls_per_sample, min_samples, limit_s)
+        return _sample(launch, stream, enough, calls_per_sample)
 
 
-def _sample(call: Callable[[], None], stream: Any, calls_per_sample: int, min_samples: int, limit_s: float) -> Timing:
-    """A sample is the mean of `calls_per_sample` calls in a row.
-
-    Long calls get fewer of both. Sampling stops when the median's spread (half the distance of p20 and p80 over the
-    square root of the samples) is below 0.3 %, or at the time limit.
-    """
+def _sample(call: Callable[[], None], stream: Any, enough: Enough, calls_per_sample: int) -> list[float]:
+    """Samples until `enough` says so, after a warm-up; each is the mean of `calls_per_sample` calls in a row."""
     cp = load_cupy()
     for _ in range(max(3, calls_per_sample)):
         call()
-    stream.synchronize()
-    begin = time.perf_counter()
-    call()
-    stream.synchronize()
-    per_call_s = time.perf_counter() - begin
-    if per_call_s * calls_per_sample * min_samples > 2 * limit_s:
-        calls_per_sample = max(1, min(calls_per_sample, int(limit_s / (3 * per_call_s))))
-        min_samples = 5
     samples: list[float] = []
     spent_s = 0.0
-    while True:
-        events = [cp.cuda.Event() for _ in range(min_samples + 1)]
+    while not enough(samples, spent_s):
+        events = [cp.cuda.Event() for _ in range(SAMPLES_AT_A_TIME + 1)]
         events[0].record(stream)
         for event in events[1:]:
             for _ in range(calls_per_sample):
@@ -84,9 +66,7 @@ def _sample(call: Callable[[], None], stream: Any, calls_per_sample: int, min_sa
             elapsed_us = 1e3 * cp.cuda.get_elapsed_time(first, second)
             samples.append(elapsed_us / calls_per_sample)
             spent_s += 1e-6 * elapsed_us
-        p20, p50, p80 = np.percentile(samples, [20, 50, 80])
-        if (p80 - p20) / 2 / len(samples) ** 0.5 < 0.003 * p50 or spent_s > limit_s:
-            return Timing(float(p50), float(p20), float(p80), len(samples))
+    return samples
 
 
 def copy_bandwidth(nbytes: int = 1 << 30) -> float:
@@ -104,5 +84,21 @@ def copy_bandwidth(nbytes: int = 1 << 30) -> float:
     def by_kernel() -> None:
         copy_kernel((nbytes // 16384,), (256,), (source, target, np.int64(nbytes // 16)))
 
-    fastest = min(time_graph(copy, calls_per_sample=2, limit_s=0.1).p50_us for copy in (by_driver, by_kernel))
-    return 2 * nbytes / (fastest * 1e-6)
+    return 2 * nbytes / (1e-6 * min(map(_median, (by_driver, by_kernel))))
+
+
+def read_bandwidth(nbytes: int = 1 << 31) -> float:
+    """Bytes per second of a kernel that only reads `nbytes`: more than a copy reaches, since nothing turns around."""
+    cp = load_cupy()
+    source, found = cp.ones(nbytes // 4, np.float32), cp.zeros(1, np.uint32)
+    read_kernel = kernel("cursors.cu", "read_bytes")
+
+    def read() -> None:
+        read_kernel((nbytes // 32768,), (256,), (source, found, np.int64(nbytes // 16)))
+
+    return nbytes / (1e-6 * _median(read))
+
+
+def _median(launch: Callable[[], None]) -> float:
+    """Median microseconds of a launch over at least 0.1 s of replays."""
+    return float(np.median(time_graph(launch, lambda samples, spent_s: spent_s > 0.1, calls_per_sample=2)))

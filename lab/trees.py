@@ -60,6 +60,11 @@ class DraftTree:
         return cls(tuple(range(-1, drafts)))
 
     @classmethod
+    def binary(cls, drafts: int) -> DraftTree:
+        """Every row has two children, filled breadth first."""
+        return cls((-1, *((row - 1) // 2 for row in range(1, drafts + 1))))
+
+    @classmethod
     def from_widths(cls, widths: Sequence[int]) -> DraftTree:
         """Every row of depth i gets `widths[i]` children; rows in depth-first order.
 
@@ -171,7 +176,10 @@ class DraftTree:
 
 
 def parse_tree(text: str) -> DraftTree:
-    """Tree from its text: widths per depth (`2,2,2`), `chain:K`, a shipped name, or a JSON file with rank paths.
+    """Tree from its text: widths (`2,2,2`), `chain:K`, `binary:K`, a shipped name, or a JSON file of rank paths.
+
+    Widths are children per row, depth by depth. K counts the drafts; in `binary:K` every row has two children, breadth
+    first.
 
     Shipped are the published trees of `lab/data/draft_trees.json`. The JSON file holds a list of rank paths, or an
     object with the key `paths`. Raises `UsageError` otherwise.
@@ -182,11 +190,12 @@ def parse_tree(text: str) -> DraftTree:
         if text not in shipped:
             raise UsageError(f"tree '{text}' is not shipped; shipped are {', '.join(shipped)}")
         return DraftTree.from_rank_paths(shipped[text]["paths"])
-    if re.fullmatch(r"chain:[0-9]{1,9}", text):
-        drafts = int(text[6:])
+    if re.fullmatch(r"(chain|binary):[0-9]{1,9}", text):
+        kind, _, number = text.partition(":")
+        drafts = int(number)
         if drafts >= MAX_ROWS:
             raise UsageError(f"tree '{text}' has {drafts + 1} rows (root included); at most {MAX_ROWS} are supported")
-        return DraftTree.chain(drafts)
+        return DraftTree.chain(drafts) if kind == "chain" else DraftTree.binary(drafts)
     if re.fullmatch(r"(\[.*\]|\(.*\)|[^\[(]*)", text):
         parts = [part.strip() for part in text.strip("[]()").split(",")]
         if all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
@@ -194,7 +203,7 @@ def parse_tree(text: str) -> DraftTree:
     path = Path(text)
     if path.suffix != ".json":
         raise UsageError(
-            f"tree '{text}' is not understood; give widths like 2,2,2, chain:3, a shipped name such as "
+            f"tree '{text}' is not understood; give widths like 2,2,2, chain:3, binary:15, a shipped name such as "
             "medusa:mc_sim_7b_63, or a JSON file of rank paths"
         )
     try:

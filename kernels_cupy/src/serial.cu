@@ -86,8 +86,11 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
   for (int row = 0; row < rows; row++) {
     if (row > 0 && parent) {
       const int above = parent[(i64)request * parent_pitch + row];
-      if (above != row - 1)  // this thread wrote what it reads here
-        load_state(s, write_pool + write_slots[(i64)request * write_pitch + above] * state_size + offset);
+      if (above != row - 1) {  // this thread wrote what it reads here
+        const int from = write_slots[(i64)request * write_pitch + above];
+        if (from < 0) return;  // the parent's state was not kept
+        load_state(s, write_pool + from * state_size + offset);
+      }
     }
     const i64 token = (i64)request * rows + row;
     float key[PIECES][4], query[PIECES][4];

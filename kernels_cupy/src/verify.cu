@@ -20,8 +20,9 @@
 //
 // Shared memory: one state tile per warp, private to its lanes (an asynchronous copy of the next tile runs while this
 // one is solved); raw keys and queries; L, C and T - I as bf16 hi and lo.
-// Precision: q, k exact in bf16; S and the small matrices as hi + lo (17 bits); u in three parts (24 bits) where it acts on
-// later rows and in the update of a flush, whose sum is in fp32 outside the tensor core. Sums of log decays in double.
+// Precision: q, k exact in bf16; S and the small matrices as hi + lo (17 bits; L on long paths with a third part); u in three
+// parts (24 bits) where it acts on later rows and in the update of a flush, whose sum is in fp32 outside the tensor core.
+// Sums of log decays in double.
 // Traffic per request and value head: 4 DIM^2 bytes of S (2 for bf16; twice that when flushing), per row 2 DIM (v) + 2
 // DIM (o) + 4 DIM (u) + q, k and a key record shared by the value heads of a key head, per log row 4 DIM (u) + key.
 #include "common.cuh"
@@ -31,6 +32,9 @@
 #endif
 #ifndef LOG_BLOCKS  // log rows <= 16 LOG_BLOCKS
 #define LOG_BLOCKS 1
+#endif
+#ifndef L_PARTS  // bf16 parts of L: 2, or 3 where paths are long
+#define L_PARTS 2
 #endif
 #ifndef MIN_CTAS  // CTAs that fit a multiprocessor's shared memory; bounds the registers
 #define MIN_CTAS (TILES <= 2 ? 3 : 2)
@@ -46,7 +50,8 @@ constexpr int STAGE_BYTES = 16 * DIM * (int)sizeof(state_t);
 // The weights L and C are lower triangular: a block row of 16 tree rows ends with its diagonal block.
 DEVICE constexpr int weight_pitch(int block) { return LOG_ROWS + 16 * (block + 1) + 8; }  // conflict-free for ldmatrix
 DEVICE constexpr int weight_start(int block) { return 16 * block * (LOG_ROWS + 24) + 128 * block * (block - 1); }
-constexpr int WEIGHT_ELEMENTS = weight_start(BLOCKS);    // of one of L hi, L lo, C hi, C lo
+constexpr int WEIGHT_ELEMENTS = weight_start(BLOCKS);    // of one of L hi, L lo, C hi, C lo, L least
+constexpr int WEIGHT_PARTS = L_PARTS + 2;
 constexpr int ONE_LOG = LOG_BLOCKS > 0 ? LOG_BLOCKS : 1; // arrays need a length
 
 // What one value head needs beside the weights. Its size is repeated in VerifyPlan.shared_bytes.
@@ -70,7 +75,7 @@ struct Common {
 };
 
 #ifdef EXPECTED_SMALL_BYTES
-static_assert(sizeof(Head) + sizeof(Common) + 8 * WEIGHT_ELEMENTS == EXPECTED_SMALL_BYTES, "VerifyPlan.shared_bytes");
+static_assert(sizeof(Head) + sizeof(Common) + 2 * WEIGHT_PARTS * WEIGHT_ELEMENTS == EXPECTED_SMALL_BYTES, "VerifyPlan.shared_bytes");
 #endif
 
 // A block of 16 value rows x 16 rows of the system as an A operand: hi + mid + lo, 24 bits.
@@ -91,12 +96,15 @@ DEVICE float* diagonal_row(u16* block, int row, int pitch, int half) {
 }
 
 // c[h] += a . block^T; the block's hi part at `hi`, its lo part WEIGHT_ELEMENTS later. What a row adds to the rows after it
-// is EXACT in a: with repeated keys these errors would all add up along one key. Outputs do without.
+// is EXACT in a, and on long paths in the block too: with repeated keys these errors would all add up along one key.
+// Outputs do without.
 template <int HALVES, bool EXACT>
 DEVICE void accumulate(float (&c)[2][4], const Parts& a, u32 hi) {
   u32 b_hi[4], b_lo[4];
   load_matrix4(b_hi, hi);
   load_matrix4(b_lo, hi + 2 * WEIGHT_ELEMENTS);
+  u32 b_least[4];
+  if (EXACT && L_PARTS == 3) load_matrix4(b_least, hi + 8 * WEIGHT_ELEMENTS);
   float small[HALVES][4] = {};  // a second chain of dependent products
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
@@ -105,6 +113,7 @@ DEVICE void accumulate(float (&c)[2][4], const Parts& a, u32 hi) {
     if (EXACT) mma(small[half], a.mid, b_lo[2 * half], b_lo[2 * half + 1]);
     mma(c[half], a.hi, b_lo[2 * half], b_lo[2 * half + 1]);
     if (EXACT) mma(small[half], a.lo, b_hi[2 * half], b_hi[2 * half + 1]);
+    if (EXACT && L_PARTS == 3) mma(small[half], a.hi, b_least[2 * half], b_least[2 * half + 1]);
 #pragma unroll
     for (int i = 0; i < 4; i++) c[half][i] += small[half][i];
   }
@@ -147,7 +156,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   u16* queries = tree_keys + KEY_ROWS * DIM;
   u16* log_keys = queries + KEY_ROWS * DIM;
   u16* weights = log_keys + (LOG_BLOCKS > 0 ? LOG_ROWS : KEY_ROWS == 8 ? 8 : 0) * DIM;  // per head: L hi, L lo, C hi, C lo
-  Common& common = *(Common*)(weights + heads_per_cta * 4 * WEIGHT_ELEMENTS);
+  Common& common = *(Common*)(weights + heads_per_cta * WEIGHT_PARTS * WEIGHT_ELEMENTS);
   Head* heads = (Head*)(&common + 1);
 
   const int share_rows = DIM / value_shares;
@@ -365,7 +374,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
       const int pitch = weight_pitch(block);
       for (int h = 0; h < heads_per_cta; h++) {
         Head& head = heads[h];
-        u16* L = weights + h * 4 * WEIGHT_ELEMENTS + weight_start(block) + first_column;
+        u16* L = weights + h * WEIGHT_PARTS * WEIGHT_ELEMENTS + weight_start(block) + first_column;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int in_row = g + 8 * e, row = block * 16 + in_row;
@@ -389,9 +398,11 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
             if (diagonal) {
               *(float2*)(diagonal_row(L, in_row, pitch, half) + 2 * t) = make_float2(l[0], l[1]);
             } else {
-              split2(l[0], l[1], hi, lo);
+              u32 least;
+              split3(l[0], l[1], hi, lo, least);
               *(u32*)place = hi;
               *(u32*)(place + WEIGHT_ELEMENTS) = lo;
+              if (L_PARTS == 3) *(u32*)(place + 4 * WEIGHT_ELEMENTS) = least;
             }
             split2(c[0], c[1], hi, lo);
             *(u32*)(place + 2 * WEIGHT_ELEMENTS) = hi;
@@ -417,7 +428,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   // ---- inverses of the diagonal blocks: a lane per column, T - I stored ----
   for (int x = tid; x < heads_per_cta * BLOCKS * 16; x += THREADS) {
     const int h = x / (BLOCKS * 16), block = x / 16 % BLOCKS, column = x % 16;
-    u16* place = weights + h * 4 * WEIGHT_ELEMENTS + weight_start(block) + LOG_ROWS + block * 16;
+    u16* place = weights + h * WEIGHT_PARTS * WEIGHT_ELEMENTS + weight_start(block) + LOG_ROWS + block * 16;
     const int pitch = weight_pitch(block);
     float inverse[16];
 #pragma unroll
@@ -436,10 +447,11 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
     __syncwarp(0xffffu << (lane & 16));  // the 16 lanes of a block have read it
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      u32 hi, lo;
-      split2(i == column ? 0.f : inverse[i], 0.f, hi, lo);
+      u32 hi, lo, least;
+      split3(i == column ? 0.f : inverse[i], 0.f, hi, lo, least);
       place[i * pitch + column] = (u16)hi;
       place[WEIGHT_ELEMENTS + i * pitch + column] = (u16)lo;
+      if (L_PARTS == 3) place[4 * WEIGHT_ELEMENTS + i * pitch + column] = (u16)least;
     }
   }
 
@@ -597,7 +609,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
     if (n == 0) __syncthreads();  // the weights are complete
 
     // ---- solve M U = R block by block, outputs on the way ----
-    const u32 weight_address = shared_address(weights + h * 4 * WEIGHT_ELEMENTS);
+    const u32 weight_address = shared_address(weights + h * WEIGHT_PARTS * WEIGHT_ELEMENTS);
     Parts log_u[ONE_LOG], tree_u[BLOCKS];
     if (LOG_BLOCKS > 0) {
 #pragma unroll

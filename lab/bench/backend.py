@@ -38,6 +38,8 @@ class Backend(Protocol):
     name: str
     methods: tuple[str, ...]
     timers: tuple[str, ...]
+    #: Processes that may compute the oracle's runs while the device is measured.
+    gate_processes: int
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile what the points need, if that is worth doing at once."""
@@ -66,9 +68,8 @@ class Backend(Protocol):
     def copy_bandwidth(self) -> float:
         """Bytes per second of a large copy, read plus written."""
 
-    @property
-    def bandwidth_is_bound(self) -> bool:
-        """Whether more than the copy bandwidth is an error (else caches may serve a phase)."""
+    def read_bandwidth(self) -> float | None:
+        """Bytes per second of a large read, which no phase can exceed; None where caches may serve a phase."""
 
     def device(self) -> dict[str, Any]:
         """What `device.json` says about the device: name, memory, versions."""

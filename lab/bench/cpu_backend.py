@@ -41,7 +41,7 @@ class CpuBackend:
     name = "cpu"
     methods = tuple(SESSIONS)
     timers: tuple[str, ...] = ("eager",)
-    bandwidth_is_bound = False
+    gate_processes = 1
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Numba compiles while the gate runs."""
@@ -99,6 +99,9 @@ class CpuBackend:
         target = np.zeros_like(source)
         stop = AnyOf((MedianSpread(0.005), TimeLimit(1.0)))
         return 2e6 * nbytes / time_calls(lambda: _copy(source, target), stop).p20_us  # a busy machine only delays
+
+    def read_bandwidth(self) -> float | None:
+        return None
 
     def device(self) -> dict[str, Any]:
         return {

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
 from kernels_cupy.closed_form import VerifyPlan
-from kernels_cupy.compiler import kernel, load_cupy, multiprocessors
+from kernels_cupy.compiler import kernel, load_cupy
 from kernels_cupy.sessions import SESSIONS
 from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
 from lab.bench.backend import Effort, PhaseTiming
 from lab.bench.points import Point
 from lab.bench.reference import GateErrors, Reference, gate_session
-from lab.bench.timer import Timing
+from lab.bench.timer import AnyOf, MedianSpread, TimeLimit, Timing
 from lab.bf16 import to_bits
 from lab.methods.protocol import Operands
 from lab.profiles.rows import PHASES
@@ -31,9 +31,11 @@ from lab.profiles.rows import PHASES
 #: Largest relative errors: bfloat16 outputs; then what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(4e-3, 1e-5)
 ROUNDED = GateErrors(2e-2, 2e-2)
-#: Layers cover at least this many times the L2 cache.
-CACHE_COVER = 2.2
-MAX_LAYERS = 128
+#: Layers cover at least this many times the L2 cache, which does not forget in the order of use.
+CACHE_COVER = 4
+MAX_LAYERS = 512
+#: Below so many requests, steps differ in how many of them flush: a sample is then a whole cycle of the logs.
+FEW_REQUESTS = 64
 
 
 class CudaBackend:
@@ -41,18 +43,18 @@ class CudaBackend:
 
     name = "cuda"
     methods: tuple[str, ...] = CUDA_METHODS
-    bandwidth_is_bound = True
 
     def __init__(self, eager: bool = False) -> None:
         load_cupy()
         self.timers: tuple[str, ...] = ("graph", "eager") if eager else ("graph",)
+        self.gate_processes = min(len(os.sched_getaffinity(0)) - 1, 12)
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile the verification variants of all points in parallel processes; they stay in CuPy's disk cache."""
         plans = {plan for point in points if (plan := self.variant(point)) is not None}
         macros = sorted({tuple(sorted(plan.macros.items())) for plan in plans})
         if len(macros) > 2:
-            processes = min(len(macros), len(os.sched_getaffinity(0)), 12)
+            processes = min(len(macros), max(self.gate_processes, 1))
             with multiprocessing.get_context("spawn").Pool(processes) as pool:
                 pool.map(_compile, macros, chunksize=1)
 
@@ -63,11 +65,10 @@ class CudaBackend:
     def variant(self, point: Point) -> VerifyPlan | None:
         if point.method in ("recurrent", "storeall"):
             return None
-        shape = _shape(point)
-        capacity = shape.log_limits[0] if point.method in LOG_METHODS else 0
-        log_bf16 = point.method == "replayssm"
-        return VerifyPlan.choose(
-            point.heads, point.tree.num_rows, capacity, point.batch, log_bf16, multiprocessors()
+        capacity = _shape(point).log_limits[0] if point.method in LOG_METHODS else 0
+        return VerifyPlan.for_device(
+            point.heads, point.tree.num_rows, capacity, point.batch, point.method == "replayssm",
+            point.tree.max_depth + 1,
         )  # fmt: skip
 
     def gate(self, point: Point, known: Reference) -> GateErrors:
@@ -115,16 +116,19 @@ class CudaBackend:
     def measure(self, point: Point, phases: Collection[str], effort: Effort) -> Iterator[PhaseTiming]:
         shape = _shape(point)
         layers = self._layers(shape)
+        enough = AnyOf(
+            (MedianSpread(effort.relative_spread, effort.min_samples), TimeLimit(effort.limit_s, effort.min_samples))
+        )
         try:
             step = Step(shape, layers)
             for phase in phases:
                 calls = 1
-                if phase == "step" and point.method in LOG_METHODS:  # a sample is a whole cycle of the logs
-                    calls = max(1, round(shape.steps_per_flush))
+                if phase == "step" and point.method in LOG_METHODS and point.batch < FEW_REQUESTS:
+                    calls = shape.cycle_steps
                 for name in self.timers:
                     timed = timer.time_graph if name == "graph" else timer.time_eager
-                    timing = timed(step.phases[phase], calls, effort.min_samples, effort.limit_s)
-                    yield PhaseTiming(phase, name, _per_layer(timing, layers))
+                    samples = timed(step.phases[phase], enough, calls)
+                    yield PhaseTiming(phase, name, Timing.of([sample / layers for sample in samples]))
             step.phases.clear()  # they refer to their step: without this its memory stays until the next collection
         finally:
             step = None  # type: ignore[assignment]
@@ -132,6 +136,9 @@ class CudaBackend:
 
     def copy_bandwidth(self) -> float:
         return timer.copy_bandwidth()
+
+    def read_bandwidth(self) -> float | None:
+        return timer.read_bandwidth()
 
     def device(self) -> dict[str, Any]:
         return device.device_record()
@@ -151,7 +158,3 @@ def _shape(point: Point) -> Shape:
 def _compile(macros: tuple[tuple[str, int], ...]) -> None:
     """Compile one variant in a process of its own; reading its attributes loads it."""
     kernel("verify.cu", "verify", **dict(macros)).attributes  # noqa: B018
-
-
-def _per_layer(timing: timer.Timing, layers: int) -> Timing:
-    return Timing(timing.p50_us / layers, timing.p20_us / layers, timing.p80_us / layers, timing.samples)

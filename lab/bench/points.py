@@ -17,9 +17,10 @@ from lab.trees import DraftTree, parse_tree
 CHAIN_ACCEPTANCE = 0.6
 TREE_PATH_ROWS = 3
 
-#: Trees of the grids: chains of 1 to 16 rows, trees of 8 to 64.
+#: Trees of the grids: chains of 1 to 16 rows, trees of 15 to 64.
 CHAINS = ("chain:0", "chain:1", "chain:3", "chain:7", "chain:15")
-TREES = ("1,2,2", "3,2,1", "1,3,3,2", "3,4,4")
+TREES = ("2,2,2", "binary:15", "binary:31", "3,3,3", "binary:63")
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Model and tensor-parallel size of the head shapes in a shipped profile.
 PROFILE_MODELS = (
     ("Qwen3.5-35B-A3B", 1),
@@ -137,8 +138,7 @@ def default_axes(backend: str, quick: bool, methods: Sequence[str]) -> Axes:
         return Axes(known, models, STATE_DTYPES, (1, 4, 16), ("chain:0", "chain:3", "1,2,2", "3,2,1"))
     if quick:
         return Axes(known, models, ("float32",), (1, 32, 256), ("chain:0", "chain:3", "3,2,1"))
-    batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    return Axes(known, PROFILE_MODELS, STATE_DTYPES, batches, (*CHAINS, *TREES))
+    return Axes(known, PROFILE_MODELS, STATE_DTYPES, BATCHES, (*CHAINS, *TREES))
 
 
 def _can_verify(method: str, tree: DraftTree) -> bool:

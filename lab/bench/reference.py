@@ -6,15 +6,16 @@ batch is a copy of template b mod 2, in a state slot of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.bench.gate import relative_error
 from lab.bench.operands import random_operands, random_states
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, Session, SessionSpec
@@ -23,6 +24,14 @@ from lab.oracle import OracleSession
 from lab.trees import DraftTree
 
 TEMPLATES = 2
+
+
+def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Euclidean norm of the difference over that of `expected`; infinite when anything found is not finite."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if not np.isfinite(found).all():
+        return float("inf")
+    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-300))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +76,36 @@ def reference(heads: LayerHeads, tree: DraftTree) -> Reference:
     Template 0 accepts the deepest row every step, template 1 random rows, for as many steps as it takes every log to
     fill up and be flushed. Kept for the last two calls.
     """
-    return _reference(replace(heads, state_dtype="float32"), tree)
+    return _reference(*_key(heads, tree))
+
+
+class References:
+    """The oracle's runs for the points of a bench, in their order: made when asked for, or ahead by other processes."""
+
+    def __init__(self, points: Iterable[tuple[LayerHeads, DraftTree]], processes: int) -> None:
+        keys = dict.fromkeys(_key(*point) for point in points)
+        self._pool = None
+        self._ahead: dict[tuple[LayerHeads, DraftTree], Future[Reference]] = {}
+        if processes > 1 and len(keys) > 2:
+            self._pool = ProcessPoolExecutor(processes, get_context("spawn"))
+            self._ahead = {key: self._pool.submit(_reference, *key) for key in keys}
+        self._last: tuple[tuple[LayerHeads, DraftTree], Reference] | None = None
+
+    def __call__(self, heads: LayerHeads, tree: DraftTree) -> Reference:
+        key = _key(heads, tree)
+        if self._last is None or self._last[0] != key:
+            ahead = self._ahead.pop(key, None)
+            self._last = key, ahead.result() if ahead else _reference(*key)
+        return self._last[1]
+
+    def close(self) -> None:
+        """Stop what is still being made."""
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(heads: LayerHeads, tree: DraftTree) -> tuple[LayerHeads, DraftTree]:
+    return replace(heads, state_dtype="float32"), tree
 
 
 @lru_cache(maxsize=2)

@@ -15,9 +15,6 @@ from typing import Any
 #: Backend -> the package that holds its kernels, and the file types that count.
 PACKAGES = {"cuda": ("kernels_cupy", (".py", ".cu", ".cuh")), "cpu": ("lab.cpu", (".py",))}
 
-#: Python that shapes a CUDA measurement (operands, layers, compiler options) beside the files in the kernels' own hash.
-_LAUNCHING = ("steps.py", "arrays.py")
-
 
 def source_files(backend: str) -> dict[str, str]:
     """SHA-256 of every source of a backend by its path in the package, sorted."""
@@ -46,8 +43,7 @@ def staleness(device: Mapping[str, Any]) -> str | None:
     if backend not in PACKAGES:
         return f"device.json names backend {backend!r}; known are {', '.join(PACKAGES)}"
     now, then = source_files(backend), device.get("sources")
-    launched = {name for name in _LAUNCHING if isinstance(then, Mapping) and then.get(name) != now.get(name)}
-    if device.get("source_hash") == source_hash(backend) and not (backend == "cuda" and launched):
+    if device.get("source_hash") == source_hash(backend):
         return None
     changed: list[str] = []
     if isinstance(then, Mapping):

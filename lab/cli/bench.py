@@ -188,8 +188,8 @@ def _axes(
 def _effort(backend: str, quick: bool) -> Effort:
     from lab.bench.backend import Effort
 
-    if backend == "cuda":  # the layers' buffers follow from the cache; spread and samples are the GPU timer's
-        return Effort(0.003, 0.1, 11, 0)
+    if backend == "cuda":  # the layers' buffers follow from the cache
+        return Effort(0.003, 0.05, 9, 0)
     return Effort(0.01, 0.2, 9, 64 << 20) if quick else Effort()
 
 

@@ -30,12 +30,13 @@ class FakeBackend:
     name = "cuda"
     methods = ("treelog",)
     timers: tuple[str, ...] = ("graph",)
-    bandwidth_is_bound = True
+    gate_processes = 1
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.errors = GateErrors(1e-7, 1e-7)
         self.moved = 50.0
+        self.read: float | None = 1.04e6
         self.no_room_for = 10**9
         self.clock_mhz = [1980, 1980]
 
@@ -70,6 +71,9 @@ class FakeBackend:
 
     def copy_bandwidth(self) -> float:
         return 1e6
+
+    def read_bandwidth(self) -> float | None:
+        return self.read
 
     def device(self) -> dict[str, Any]:
         return {"name": "fake"}
@@ -111,15 +115,21 @@ def test_each_variant_of_a_kernel_is_gated_once() -> None:
     assert [asked for asked in backend.asked if "gate" in asked] == ["gate 1", "gate 100", "gate 8"]
 
 
-def test_more_than_the_copy_bandwidth_is_an_error_on_a_gpu_and_nothing_on_a_cpu() -> None:
+def test_more_than_reading_alone_reaches_is_an_error_on_a_gpu_and_nothing_on_a_cpu() -> None:
     backend = FakeBackend()
-    backend.moved = 101.0
+    backend.moved = 105.0
     result = bench(backend, [point()], phases=("step",))
     assert result.red == [
-        f"{point()}, step (graph): 101.0 % of the copy bandwidth; its bytes or its time must be wrong"
+        f"{point()}, step (graph): 105.0 % of the copy bandwidth, of which reading alone reaches 104.0 %; its bytes or "
+        "its time must be wrong"
     ]
+    backend.moved = 103.0
+    result = bench(backend, [point()], phases=("step",))
+    assert result.red == []
+    assert result.rows[0].pct_copy_bandwidth == pytest.approx(103)
+    assert result.device["read_bandwidth_bytes_per_s"] == 1_040_000
     backend = FakeBackend()
-    backend.moved, backend.bandwidth_is_bound = 101.0, False
+    backend.moved, backend.read = 105.0, None
     result = bench(backend, [point()])
     assert result.red == []
     assert result.rows[0].pct_copy_bandwidth is None

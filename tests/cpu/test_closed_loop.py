@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from beside_oracle import StepErrors, random_steps, run_beside_oracle
 
-from lab.bench.gate import StepErrors, random_steps, run_beside_oracle
 from lab.bench.operands import MILD, Regime, random_states
 from lab.cpu import SESSIONS
 from lab.methods.base import LayerHeads

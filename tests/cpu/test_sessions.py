@@ -6,8 +6,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
+from beside_oracle import random_steps, run_beside_oracle
 
-from lab.bench.gate import random_steps, relative_error, run_beside_oracle
 from lab.bench.operands import (
     HOSTILE,
     MILD,
@@ -17,6 +17,7 @@ from lab.bench.operands import (
     random_states,
     random_tree,
 )
+from lab.bench.reference import relative_error
 from lab.cpu import SESSIONS
 from lab.cpu.log_sessions import ReplaySSMSession, TreeLogSession, TreeWYSession, ancestor_masks
 from lab.errors import UsageError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -80,8 +81,7 @@ def test_resource_table_lists_the_variants() -> None:
 @pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (16, 16), (40, 16), (64, 64)])
 def test_shared_memory_formula_is_that_of_the_source(rows: int, log_rows: int) -> None:
     plan = VerifyPlan.choose(LayerHeads(2, 4, 128, 128, "float32"), rows, log_rows, 1)
-    two = VerifyPlan(plan.tiles, plan.log_blocks, 2, 1, 128, 4)
-    one = VerifyPlan(plan.tiles, plan.log_blocks, 1, 1, 128, 4)
+    two, one = (replace(plan, heads_per_cta=heads, value_shares=1) for heads in (2, 1))
     per_head = two.shared_bytes - one.shared_bytes
     common = 12 * 16 * ((plan.tiles + 1) // 2) + 8 * (16 * ((plan.tiles + 1) // 2) + 16 * plan.log_blocks)
     macros = {**one.macros, "EXPECTED_SMALL_BYTES": per_head + common}

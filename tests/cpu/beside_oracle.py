@@ -1,4 +1,4 @@
-"""The gate: sessions of any backend against the oracle, over as many speculative steps as asked.
+"""Sessions of any backend against the oracle, over as many speculative steps as asked.
 
 Sessions of several methods can share one run: they see the same operands and the same accepted rows.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.bench.operands import MILD, Regime, random_operands, random_tree
+from lab.bench.reference import relative_error
 from lab.methods.protocol import Operands, Session, SessionSpec
 from lab.oracle import OracleSession
 from lab.trees import DraftTree
@@ -83,12 +84,3 @@ def run_beside_oracle(
             session.commit(accepted)
             states[name].append(max(relative_error(session.materialise(r), oracle.materialise_exact(r)) for r in live))
     return {name: StepErrors(np.array(outputs[name]), np.array(states[name])) for name in sessions}
-
-
-def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Euclidean norm of the difference over that of `expected`; infinite when anything found is not
-    finite."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    if not np.isfinite(found).all():
-        return float("inf")
-    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-300))
