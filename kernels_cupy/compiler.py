@@ -26,11 +26,13 @@ KERNELS = {
     "serial.cu": ("recur", "scatter_states"),
 }
 
-#: What a measurement of the state methods depends on: CUDA sources, and the Python that lays out, launches and times.
-MEASURED = (
+#: What the kernels of the state methods compute and how they are launched.
+LAUNCHED = (
     *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "verify.cu")),
-    "arrays.py", "closed_form.py", "serial.py", "steps.py", "timer.py",
+    "arrays.py", "closed_form.py", "serial.py",
 )  # fmt: skip
+#: What lays out and times a measurement of them.
+TIMED = ("steps.py", "timer.py")
 
 
 @cache
@@ -67,12 +69,20 @@ def source_text(file: str) -> str:
     )
 
 
+def kernel_hash() -> str:
+    """Hash of the kernels of the state methods and their launchers: what a record of their correctness holds for."""
+    return _hash(LAUNCHED)
+
+
 def source_hash() -> str:
     """Hash of every file that a measurement of the state methods depends on."""
+    return _hash(LAUNCHED + TIMED)
+
+
+def _hash(files: tuple[str, ...]) -> str:
     digest = sha256()
-    package = Path(__file__).parent
-    for name in MEASURED:
-        digest.update(name.encode() + b"\0" + (package / name).read_bytes() + b"\0")
+    for name in files:
+        digest.update(name.encode() + b"\0" + (Path(__file__).parent / name).read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ recurrence. One step in eight commits nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from dataclasses import replace
@@ -18,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from kernels_cupy import reference
-from kernels_cupy.compiler import load_cupy, source_hash
+from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.device import device_record
-from kernels_cupy.gate import dense_states, state_error
+from kernels_cupy.gate import dense_states, record_text, state_error
 from kernels_cupy.sessions import SESSIONS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
@@ -127,8 +126,8 @@ def main() -> int:
         print(words, *row["failed"])
     if options.out:
         device = device_record()["name"]
-        record = {"device": device, "source_hash": source_hash(), "batch": BATCH, "decays": DECAYS, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record = {"device": device, "kernel_hash": kernel_hash(), "batch": BATCH, "decays": DECAYS, "rows": rows}
+        options.out.write_text(record_text(record), encoding="utf-8")
     return int(any(row["failed"] for row in rows))
 
 

@@ -27,7 +27,8 @@ import numpy as np
 from kernels_cupy import reference
 from kernels_cupy.arrays import state_bits
 from kernels_cupy.closed_form import MAX_SHARED_BYTES, VerifyPlan
-from kernels_cupy.compiler import kernel, load_cupy, source_hash
+from kernels_cupy.compiler import kernel, kernel_hash, load_cupy
+from kernels_cupy.device import device_record
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
 from lab.methods import deltalog, replayssm, treelog
@@ -349,10 +350,31 @@ def main() -> int:
         print(f"{name:22}", words)
     print(f"{len(record)} cases, {red} red, {time.perf_counter() - start:.0f} s")
     if options.out:
-        device = load_cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
-        result = {"device": device, "source_hash": source_hash(), "summary": summary, "cases": record}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = {"device": device_record()["name"], "kernel_hash": kernel_hash(), "summary": summary, "cases": record}
+        options.out.write_text(record_text(result), encoding="utf-8")
     return int(red > 0)
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record as JSON with one line per entry of its lists and tables, floats to three digits."""
+
+    def rounded(x: Any) -> Any:
+        if isinstance(x, float):
+            return float(f"{x:.3g}")
+        if isinstance(x, dict):
+            return {key: rounded(value) for key, value in x.items()}
+        return [rounded(value) for value in x] if isinstance(x, list | tuple) else x
+
+    parts = []
+    for key, value in rounded(record).items():
+        if isinstance(value, dict):
+            lines = ",\n ".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            parts.append(f"{json.dumps(key)}: {{\n {lines}}}")
+        elif isinstance(value, list):
+            parts.append(f"{json.dumps(key)}: [\n " + ",\n ".join(map(json.dumps, value)) + "]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 if __name__ == "__main__":

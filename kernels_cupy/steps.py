@@ -65,6 +65,15 @@ class Shape:
         capacity, reserve = self.log_limits
         return np.asarray((capacity - reserve) // self.committed() + 1, np.int32)
 
+    def turns(self) -> NDArray[np.int32]:
+        """Steps since each request's last flush at the start, so that as many flush in one step as in another."""
+        committed, cycles = self.committed(), self.cycles()
+        turns = np.zeros(self.batch, np.int32)
+        for rows in set(committed.tolist()):
+            alike = np.flatnonzero(committed == rows)
+            turns[alike] = np.arange(len(alike)) % cycles[alike]
+        return turns
+
     @property
     def cycle_steps(self) -> int:
         """Steps after which the logs of all requests are where they were, at most `LONGEST_CYCLE`."""
@@ -220,9 +229,8 @@ class Step:
                 launch_all(verify)
                 fold.path(self.accepted, self.masks)
         else:
-            committed, cycles = shape.committed(), shape.cycles()
-            turn = np.arange(batch) % cycles  # requests are out of phase: as many flush in one step as in another
-            log.length[:] = cp.asarray(committed * (turn + 1))
+            committed = shape.committed()
+            log.length[:] = cp.asarray(committed * (shape.turns() + 1))
             if shape.method == "treewy":  # every step folds the path of the one before
                 idle.length[:] = cp.asarray(committed)
             else:

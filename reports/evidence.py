@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import lab
+from lab.profiles.folders import ROWS_FILE
+from lab.profiles.rows import read_rows
 
 H200 = Path(lab.__file__).parent / "profiles" / "h200"
-#: Rows and methods of the table of step times: heads 16/32, fp32 state, microseconds per layer.
-STEP_ROWS = (
-    ("recurrent", 1),
-    ("deltalog", 1),
-    ("storeall", 4),
-    ("replayssm", 4),
-    ("treewy", 4),
-    ("treelog", 4),
-    ("storeall", 16),
-    ("bole", 16),
-    ("treewy", 16),
-    ("treelog", 16),
-    ("treelog", 32),
-    ("treelog", 64),
+#: Methods and trees of the table of step times: heads 16/32, fp32 state, microseconds per layer.
+STEPS = (
+    ("recurrent", "chain:0"),
+    ("deltalog", "chain:0"),
+    ("storeall", "chain:3"),
+    ("replayssm", "chain:3"),
+    ("treewy", "chain:3"),
+    ("treelog", "chain:3"),
+    ("storeall", "binary:15"),
+    ("bole", "binary:15"),
+    ("treewy", "binary:15"),
+    ("treelog", "binary:15"),
+    ("treelog", "binary:31"),
+    ("treelog", "binary:63"),
 )
 STEP_BATCHES = (1, 8, 32, 128, 256)
 
@@ -41,9 +42,15 @@ def gate(folder: Path = H200) -> list[dict[str, Any]]:
 
 
 def drift(folder: Path = H200) -> list[dict[str, Any]]:
-    """State error over a closed loop of 10,000 steps, by group and method, with the ratio to plain fp32."""
+    """State error over a closed loop of 10,000 steps, by decay, tree and method, with the ratio to plain fp32."""
     rows: list[dict[str, Any]] = json.loads((folder / "drift.json").read_text(encoding="utf-8"))["rows"]
     return [{**row, "error": dict(zip(row["steps"], row["state_error"], strict=True))} for row in rows]
+
+
+def decays(folder: Path = H200) -> dict[str, list[float]]:
+    """Slowest and fastest decay of a step by name of the closed loops' regimes."""
+    found: dict[str, list[float]] = json.loads((folder / "drift.json").read_text(encoding="utf-8"))["decays"]
+    return found
 
 
 def sanitizer(folder: Path = H200) -> str:
@@ -52,19 +59,49 @@ def sanitizer(folder: Path = H200) -> str:
 
 
 def step_times(folder: Path = H200) -> list[dict[str, Any]]:
-    """Median step times of `STEP_ROWS` at `STEP_BATCHES`, and the percentage of copy bandwidth at the last."""
-    times: dict[tuple[str, int, int], dict[str, str]] = {}
-    with (folder / "kernels.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            shape = (row["key_heads"], row["value_heads"], row["head_dim"], row["state_dtype"])
-            if (row["phase"], row["timer"]) == ("step", "graph") and shape == ("16", "32", "128", "float32"):
-                times[row["method"], int(row["rows"]), int(row["batch"])] = row
+    """Median step times of `STEPS` at `STEP_BATCHES`, and the percentage of copy bandwidth at the last."""
+    times = {
+        (row.method, row.tree, row.batch): row
+        for row in read_rows(folder / ROWS_FILE)
+        if (row.phase, row.timer, row.key_heads, row.value_heads, row.state_dtype)
+        == ("step", "graph", 16, 32, "float32")
+    }
     return [
         {
             "method": method,
-            "rows": rows,
-            "us": [float(times[method, rows, batch]["latency_us_p50"]) for batch in STEP_BATCHES],
-            "percent": float(times[method, rows, STEP_BATCHES[-1]]["pct_copy_bandwidth"]),
+            "tree": tree,
+            "rows": times[method, tree, STEP_BATCHES[0]].rows,
+            "us": [times[method, tree, batch].latency_us_p50 for batch in STEP_BATCHES],
+            "percent": times[method, tree, STEP_BATCHES[-1]].pct_copy_bandwidth,
         }
-        for method, rows in STEP_ROWS
+        for method, tree in STEPS
     ]
+
+
+def alone(folder: Path = H200) -> dict[str, dict[str, tuple[float, float]]]:
+    """Lowest and highest % of copy bandwidth of a phase alone at batch 256, any tree and heads, by state type."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in read_rows(folder / ROWS_FILE):
+        if (row.method, row.phase) in (("bole", "commit"), ("treelog", "flush")) and row.batch == 256:
+            if row.pct_copy_bandwidth is not None:
+                found.setdefault(row.phase, {}).setdefault(row.state_dtype, []).append(row.pct_copy_bandwidth)
+    return {
+        phase: {dtype: (min(values), max(values)) for dtype, values in by_dtype.items()}
+        for phase, by_dtype in found.items()
+    }
+
+
+def spread(folder: Path = H200) -> dict[str, float]:
+    """Median and largest distance of the 20th and 80th percentile over the median, rows, fewest samples of a row."""
+    rows = read_rows(folder / ROWS_FILE)
+    values = sorted(
+        (row.latency_us_p80 - row.latency_us_p20) / row.latency_us_p50
+        for row in rows
+        if row.latency_us_p50 and row.latency_us_p20 and row.latency_us_p80
+    )
+    return {
+        "median": values[len(values) // 2],
+        "worst": values[-1],
+        "rows": len(rows),
+        "samples": min(row.samples for row in rows),
+    }

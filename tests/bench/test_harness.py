@@ -123,6 +123,7 @@ def test_more_than_reading_alone_reaches_is_an_error_on_a_gpu_and_nothing_on_a_c
         f"{point()}, step (graph): 105.0 % of the copy bandwidth, of which reading alone reaches 104.0 %; its bytes or "
         "its time must be wrong"
     ]
+    backend = FakeBackend()
     backend.moved = 103.0
     result = bench(backend, [point()], phases=("step",))
     assert result.red == []

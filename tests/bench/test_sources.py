@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import kernels_cupy
+from kernels_cupy.compiler import kernel_hash
+from kernels_cupy.steps import CUDA_METHODS
 from lab.bench.sources import source_files, source_hash, staleness
 from lab.profiles.folders import SHIPPED, is_profile, read_device
 from lab.profiles.kernels import interpolation_errors, load_profile
@@ -57,3 +60,24 @@ def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Pa
     errors = interpolation_errors(profile)
     assert {error.axis for error in errors} == {"batch", "rows"}
     print(*errors, sep="\n")
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path) -> None:
+    for name in ("gate.json", "drift.json"):
+        record = json.loads((folder / name).read_text(encoding="utf-8"))
+        assert record["kernel_hash"] == kernel_hash(), f"{name}: run python -m kernels_cupy.{name[:-5]} on a GPU again"
+    assert kernel_hash() in (folder / "sanitizer.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_the_gate_of_a_shipped_profile_is_green_and_saw_enough_trees(folder: Path) -> None:
+    record = json.loads((folder / "gate.json").read_text(encoding="utf-8"))
+    assert [case for case in record["cases"] if case["failed"]] == []
+    assert {name.split()[0] for name in record["summary"]} == set(CUDA_METHODS)
+    assert min(group["fewest_trees"] for group in record["summary"].values()) >= 200
+    for name, group in record["summary"].items():
+        if name.endswith("float32") and not name.startswith("replayssm"):
+            assert max(group.get("u", 0), group["state"]) <= 1e-5, name
