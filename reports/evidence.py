@@ -79,10 +79,11 @@ def step_times(folder: Path = H200) -> list[dict[str, Any]]:
 
 
 def alone(folder: Path = H200) -> dict[str, dict[str, tuple[float, float]]]:
-    """Lowest and highest % of copy bandwidth of a phase alone at batch 256, any tree and heads, by state type."""
+    """Lowest and highest % of copy bandwidth of a phase alone at batch 256, heads 16/32, any tree, by state type."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in read_rows(folder / ROWS_FILE):
-        if (row.method, row.phase) in (("bole", "commit"), ("treelog", "flush")) and row.batch == 256:
+        wanted = (row.batch, row.key_heads, row.value_heads) == (256, 16, 32)
+        if wanted and (row.method, row.phase) in (("bole", "commit"), ("treelog", "flush")):
             if row.pct_copy_bandwidth is not None:
                 found.setdefault(row.phase, {}).setdefault(row.state_dtype, []).append(row.pct_copy_bandwidth)
     return {
