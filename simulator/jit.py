@@ -13,7 +13,7 @@ from typing import Any
 
 import numba
 
-_COMPILED = ("sampling.py", "scheduler.py", "step.py", "stepcost.py")
+_COMPILED = ("sampling.py", "scheduler.py", "step.py", "stepcost.py", "sglang/scheduler.py")
 
 
 def _cache_dir() -> Path:
