@@ -109,7 +109,7 @@ def _load_figure(group: Group, cells: list[Cell], metric: Metric, limits: Sequen
         layers = _lines(group, shown, _load_axis(group), y)
         if metric.key == "peak-kv":
             layers.insert(0, _limit_rules(group, f"{here} && (datum.tree === tree || !datum.drafted)"))
-        panels.append(Panel(f"gpu_memory_utilization {plain(budget)}", _finish(alt.layer(*layers), group)))
+        panels.append(Panel(f"{group.budget_name} {plain(budget)}", _finish(alt.layer(*layers), group)))
     return Figure(metric.key, metric.title, metric_note(metric, group), tuple(panels), "tree")
 
 
@@ -209,7 +209,7 @@ def _tooltip(group: Group) -> list[alt.Tooltip]:
     return [
         alt.Tooltip("state_method:N", title="state method"),
         alt.Tooltip("tree:N", title="draft tree"),
-        alt.Tooltip("budget:Q", title="gpu_memory_utilization"),
+        alt.Tooltip("budget:Q", title=group.budget_name),
         alt.Tooltip("load:Q", title=LOAD_TITLES[group.load_field], format=",~g"),
         alt.Tooltip("output_throughput:Q", title="output, tokens/s", format=",.0f"),
         alt.Tooltip("p99_ttft_ms:Q", title="p99 TTFT, ms", format=",.0f"),

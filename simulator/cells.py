@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 
 #: Fields of a cell that its ledger depends on, by their names in summary.csv.
 _LEDGER_FIELDS = (
+    "engine",
+    "engine_options",
     "model",
     "gpu",
     "tensor_parallel_size",
