@@ -161,10 +161,13 @@ def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
             ],
         )
     )
-    note = (
-        "Lines add up to the whole memory of one GPU. The pool is shown as full of requests of max_model_len as it "
-        "gets; speculative states are the copies kept for rows that may be rejected."
-    )
+    shown = "The pool is shown as full of requests of max_model_len as it gets; speculative states are"
+    if any(entry.slots is not None for entry in entries):
+        shown = (
+            "The pools are laid out at start-up: recurrent states are the slots of the requests that may run, "
+            "prefix-cache states the further slots that they reserve, speculative states"
+        )
+    note = f"Lines add up to the whole memory of one GPU. {shown} the copies kept for rows that may be rejected."
     spec = _finish(chart, None, height=24 * len(configurations) + 8)
     return Figure("ledger", "Memory ledger", note, (Panel("", spec),), "budget")
 

@@ -272,6 +272,14 @@ def engine_settings(**values: Any) -> EngineSettings:
         raise UsageError("; ".join(_sentences(error))) from None
 
 
+def sglang_settings(**values: Any) -> SglangSettings:
+    """SGLang's settings from plain values; raises `UsageError` naming field, value and what is allowed."""
+    try:
+        return SglangSettings(**values)
+    except ValidationError as error:
+        raise UsageError("; ".join(_sentences(error))) from None
+
+
 def replace_fields(raw: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """A copy of a scenario's mapping with other values at the given paths."""
     for path in values:

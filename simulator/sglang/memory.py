@@ -160,7 +160,8 @@ def solve_pools(law: RequestLaw, rest_bytes: int, settings: SglangSettings) -> P
         raise InfeasibleError(
             f"Not enough GPU memory for hybrid (mamba/linear-attention) state cache: max_mamba_cache_size comes to "
             f"{slots} with {gib(rest_bytes)} after weights, {gib(law.slot_bytes)} a slot and "
-            f"{gib(law.running_bytes)} a running request; {_more_slots(settings)}, or lower max_running_requests"
+            f"{gib(law.running_bytes)} a running request; {_more_slots(settings)}, or "
+            + ("lower max_running_requests" if law.for_all_asked else "use a narrower tree")
         )
     limit = slots // law.slots_reserved
     buffered = asked if law.for_all_asked and asked is not None else limit if asked is None else min(asked, limit)
@@ -184,7 +185,7 @@ def solve_pools(law: RequestLaw, rest_bytes: int, settings: SglangSettings) -> P
     if limit < 1:
         raise InfeasibleError(
             f"the state cache is too small to serve any request: max_mamba_cache_size {slots} and "
-            f"{law.slots_reserved} state slots per request; {_more_slots(settings)}, or use a "
+            f"{law.slots_reserved} state slots per request; {_more_slots(settings)}, or choose a "
             "mamba_radix_cache_strategy that reserves fewer slots"
         )
     if by_state_cache:
@@ -223,6 +224,7 @@ def _buffers(law: RequestLaw, requests: int) -> int:
 def _more_slots(settings: SglangSettings) -> str:
     """What gives more state slots."""
     ratio, cache = settings.mamba_full_memory_ratio, settings.max_mamba_cache_size
-    first = f"raise mamba_full_memory_ratio ({ratio:g})" if cache is None else f"raise max_mamba_cache_size ({cache})"
+    if cache is not None:
+        return f"raise max_mamba_cache_size ({cache})"
     halve = ", halve the states with mamba_ssm_dtype bfloat16" if settings.mamba_ssm_dtype != "bfloat16" else ""
-    return f"{first} or mem_fraction_static ({settings.mem_fraction_static:g}){halve}"
+    return f"raise mamba_full_memory_ratio ({ratio:g}) or mem_fraction_static ({settings.mem_fraction_static:g}){halve}"
