@@ -57,8 +57,6 @@ class Cell:
     """One row of summary.csv, as far as the report needs it; a value that is not a finite number is NaN."""
 
     cell: str
-    engine: str
-    engine_options: str
     model: str
     gpu: str
     tensor_parallel_size: int
@@ -81,6 +79,8 @@ class Cell:
     num_requests: int
     num_warmup_requests: int
     seed: int
+    engine: str
+    engine_options: str
     completed: int
     output_throughput: float
     mean_ttft_ms: float

@@ -340,7 +340,8 @@ def _sentences(error: ValidationError) -> Iterator[str]:
         field = ".".join(str(part) for part in item["loc"] if part not in ENGINES) or "scenario"
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield f"{field}: no such field"
+            of_sglang = "vllm" in item["loc"] and item["loc"][-1] in SglangSettings.model_fields
+            yield f"{field}: no such field" + ("; it is SGLang's, which engine.name: sglang chooses" * of_sglang)
         elif item["type"] == "union_tag_invalid":
             yield f"{field}.name = '{item['ctx']['tag']}': allowed are {' and '.join(ENGINES)}"
         elif item["type"] == "missing":

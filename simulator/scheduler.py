@@ -119,7 +119,7 @@ class Queues(NamedTuple):
     backlog: Any  # [capacity] int32
     waiting: Any  # [capacity] int32
     free_slots: Any  # [capacity] int32
-    sglang: Any  # [1] simulator.sglang.scheduler.SGLANG: what SGLang's scheduler knows beside `settings` and `state`
+    sglang: Any  # [1] simulator.sglang.pool.SGLANG: what SGLang's scheduler knows beside `settings` and `state`
 
 
 @njit(inline="always")

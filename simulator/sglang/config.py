@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from simulator.sglang.scheduler import INIT_RATIO, MIN_RATIO_SHARE, SGLANG
+from simulator.sglang.decode import INIT_RATIO, MIN_RATIO_SHARE
+from simulator.sglang.pool import SGLANG
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class SglangConfig:
 
 
 def sglang_record(config: SglangConfig | None) -> Any:
-    """`[1]` array of `simulator.sglang.scheduler.SGLANG`; all zeros, so disabled, without a config."""
+    """`[1]` array of `simulator.sglang.pool.SGLANG`; all zeros, so disabled, without a config."""
     record = np.zeros(1, SGLANG)
     if config is None:
         return record

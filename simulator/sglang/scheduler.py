@@ -18,37 +18,14 @@ from typing import Any
 import numpy as np
 
 from simulator.jit import njit
-from simulator.scheduler import Queues, num_tokens, release_blocks, send
+from simulator.scheduler import Queues, num_tokens, send
+from simulator.sglang.decode import decode, decode_all
+from simulator.sglang.pool import decode_pages, hold_pages, is_prompt, pages
 
 #: Tokens that a request is expected to emit at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`).
 CLIP_NEW_TOKENS = 4096
-#: Steps that a retraction gives the remaining requests when it sets the ratio (`SGLANG_RETRACT_DECODE_STEPS`).
-RETRACT_STEPS = 20
-#: The ratio at the start for a conservativeness of 1, what it falls to as a share of that, and in how many steps.
-INIT_RATIO, MIN_RATIO_SHARE, RATIO_DECAY_STEPS = 0.7, 0.14, 600
 #: In place of a limit that is off.
 _NO_LIMIT = np.int64(1) << 40
-
-#: Settings and state of this scheduler beside vLLM's. `enabled` is 0 when vLLM's scheduler runs. `state_capped`: the
-#: state pool sets `max_num_seqs`. `batch_is_full`: no prompt is tried again before a request leaves the batch.
-SGLANG = np.dtype(
-    [
-        ("enabled", "i8"),
-        ("overlap_schedule", "i8"),
-        ("mixed_chunk", "i8"),
-        ("chunked_prefill_size", "i8"),
-        ("max_prefill_tokens", "i8"),
-        ("state_slots", "i8"),
-        ("state_slots_held", "i8"),
-        ("state_capped", "i8"),
-        ("init_new_token_ratio", "f8"),
-        ("min_new_token_ratio", "f8"),
-        ("new_token_ratio", "f8"),
-        ("batch_is_full", "i8"),
-        ("finished_seen", "i8"),
-    ],
-    align=True,
-)
 
 
 @njit()
@@ -65,13 +42,7 @@ def schedule_sglang(queues: Queues) -> None:
     tokens = _prompts(queues)
     _count_waiting(queues)
     if tokens == 0:
-        _decode(queues)
-
-
-@njit(inline="always")
-def is_prompt(slot: Any) -> Any:
-    """Whether a running request is still computing its prompt: at most one, the last, whose prompt was cut."""
-    return slot.decoding == 0
+        decode(queues)
 
 
 @njit(inline="always")
@@ -80,11 +51,6 @@ def hide_host_time(step: Any) -> None:
     gpu_us = step.duration_us - step.host_us
     step.host_us = max(step.host_us - gpu_us, 0.0)
     step.duration_us = gpu_us + step.host_us
-
-
-@njit(inline="always")
-def _pages(queues: Queues, tokens: Any) -> Any:
-    return -(-tokens // queues.settings[0].block_size_tokens)
 
 
 @njit(inline="always")
@@ -103,7 +69,7 @@ def _prompts(queues: Queues) -> int:
         return 0
     decoding = before - 1 if cut else before
     mixed_rows = decoding * settings.rows if own.mixed_chunk else 0
-    mixed_pages = _decode_pages(queues) if own.mixed_chunk else 0
+    mixed_pages = decode_pages(queues) if own.mixed_chunk else 0
     chunk_room = own.chunked_prefill_size - mixed_rows if own.chunked_prefill_size > 0 else _NO_LIMIT
     input_room = own.max_prefill_tokens - mixed_rows
     if mixed_pages > state.free_blocks or chunk_room <= 0:
@@ -113,14 +79,14 @@ def _prompts(queues: Queues) -> int:
     if cut:
         slot = queues.slots[queues.running[before - 1]]
         tokens = _chunk(queues, slot, min(chunk_room, _room(queues, slot)))
-        _hold_pages(queues, slot, slot.computed + tokens)
+        hold_pages(queues, slot, slot.computed + tokens)
         slot.scheduled = tokens
         cut = slot.computed + tokens < num_tokens(slot)
     if not cut:
         tokens += _admit(queues, decoding, chunk_room - tokens, input_room - tokens, tokens)
     state.free_blocks += mixed_pages
     if mixed_rows and tokens:
-        _decode_all(queues, decoding)
+        decode_all(queues, decoding)
     return tokens
 
 
@@ -153,8 +119,8 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
         if np.isnan(slot.scheduled_s):
             slot.scheduled_s = state.now_s
         slot.scheduled = chunk
-        _hold_pages(queues, slot, chunk)
-        charged = _pages(queues, chunk) * page
+        hold_pages(queues, slot, chunk)
+        charged = pages(queues, chunk) * page
         total_room -= charged + more + page
         chunk_room -= charged
         input_room -= charged
@@ -212,114 +178,3 @@ def _expected(queues: Queues, decoding: int) -> Any:
     for turn in range(decoding):
         total += _may_emit(queues.slots[queues.running[turn]])
     return total * queues.sglang[0].new_token_ratio
-
-
-@njit()
-def _decode_pages(queues: Queues) -> int:
-    """Pages that the decoding requests lack for the rows of one step."""
-    settings, state = queues.settings[0], queues.state[0]
-    missing = 0
-    for turn in range(state.num_running):
-        slot = queues.slots[queues.running[turn]]
-        if not is_prompt(slot):
-            missing += _lacks(queues, slot, settings.rows)
-    return missing
-
-
-@njit(inline="always")
-def _lacks(queues: Queues, slot: Any, rows: Any) -> Any:
-    return max(_pages(queues, slot.computed + rows) - slot.blocks, 0)
-
-
-@njit()
-def _decode_all(queues: Queues, decoding: int) -> None:
-    """Schedule the first `decoding` running requests for a decode step; their pages must be free."""
-    settings = queues.settings[0]
-    for turn in range(decoding):
-        slot = queues.slots[queues.running[turn]]
-        _hold_pages(queues, slot, slot.computed + settings.rows)
-        slot.scheduled = settings.rows
-
-
-@njit()
-def _decode(queues: Queues) -> None:
-    """Schedule all decoding requests, after retractions when their rows do not fit."""
-    settings, state, own = queues.settings[0], queues.state[0], queues.sglang[0]
-    missing = _decode_pages(queues)
-    if missing <= state.free_blocks:
-        decay = (own.init_new_token_ratio - own.min_new_token_ratio) / RATIO_DECAY_STEPS
-        own.new_token_ratio = max(own.new_token_ratio - decay, own.min_new_token_ratio)
-    else:
-        while missing > state.free_blocks and state.num_running > 1:
-            turn = _victim(queues)
-            slot = queues.slots[queues.running[turn]]
-            missing -= 0 if is_prompt(slot) else _lacks(queues, slot, settings.rows)
-            _retract(queues, turn)
-        own.new_token_ratio = _ratio_after_retraction(queues)
-        own.batch_is_full = 0
-    decoding = state.num_running
-    if decoding > 0 and is_prompt(queues.slots[queues.running[decoding - 1]]):
-        decoding -= 1
-    if missing <= state.free_blocks:  # not so only for a request that outgrows the whole pool
-        _decode_all(queues, decoding)
-
-
-@njit()
-def _victim(queues: Queues) -> Any:
-    """Whom to retract: with drafts the last, otherwise who has emitted least (of those, the longest prompt).
-
-    The last decoding request stays; a prompt that was cut goes before it.
-    """
-    state = queues.state[0]
-    last = state.num_running - 1
-    decoding = last if is_prompt(queues.slots[queues.running[last]]) else last + 1
-    if decoding == 1 or queues.settings[0].rows > 1:
-        return last if decoding == 1 else decoding - 1
-    chosen = 0
-    best = queues.slots[queues.running[0]]
-    for turn in range(1, decoding):
-        slot = queues.slots[queues.running[turn]]
-        fewer = slot.emitted < best.emitted
-        if fewer or (slot.emitted == best.emitted and slot.prompt_tokens >= best.prompt_tokens):
-            chosen, best = turn, slot
-    return chosen
-
-
-@njit()
-def _retract(queues: Queues, turn: int) -> None:
-    """Take a running request's pages away and put it at the end of the waiting queue, to be recomputed."""
-    state = queues.state[0]
-    index = queues.running[turn]
-    slot = queues.slots[index]
-    state.num_running -= 1
-    for place in range(turn, state.num_running):
-        queues.running[place] = queues.running[place + 1]
-    release_blocks(queues, slot)
-    slot.computed = 0
-    slot.scheduled = 0
-    slot.decoding = 0
-    slot.num_preemptions += 1
-    state.num_preemptions += 1
-    state.preempted_in_step += 1
-    queues.waiting[(state.waiting_head + state.num_waiting) % len(queues.waiting)] = index
-    state.num_waiting += 1
-
-
-@njit()
-def _ratio_after_retraction(queues: Queues) -> float:
-    """What the remaining requests have emitted, and 20 tokens more each, as a share of what they may emit in all."""
-    state = queues.state[0]
-    emitted = allowed = 0
-    for turn in range(state.num_running):
-        slot = queues.slots[queues.running[turn]]
-        emitted += slot.emitted + RETRACT_STEPS
-        allowed += slot.output_tokens
-    return min(emitted / (allowed + 1), 1.0)
-
-
-@njit(inline="always")
-def _hold_pages(queues: Queues, slot: Any, tokens: Any) -> None:
-    """Give a request the pages that it lacks for so many tokens."""
-    more = max(_pages(queues, tokens) - slot.blocks, 0)
-    slot.blocks += more
-    queues.state[0].free_blocks -= more
