@@ -36,7 +36,16 @@ def lead(group: Group) -> str:
 
 def caveats(run: Run, group: Group) -> list[str]:
     """What the comparison leaves out or bends: combinations that were not run, lowered running limits."""
-    return [text for text in (_not_run(run, group), _lowered(group), _outside(group)) if text]
+    return [text for text in (_not_run(run, group), _lowered(group), _outside(group), _engine(group)) if text]
+
+
+def _engine(group: Group) -> str:
+    """A word when the engine is not the one whose published runs the model was compared with."""
+    if group.cells[0].engine != "sglang":
+        return ""
+    return (
+        "The engine is SGLang by its own rules; the published runs below are vLLM's, and no run of SGLang was compared."
+    )
 
 
 def _outside(group: Group) -> str:
