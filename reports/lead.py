@@ -176,11 +176,14 @@ def _lowered(group: Group) -> str:
     if not texts:
         return ""
     opening = f"Records for {counted(texts[0][0], 'request')} at once"
+    names = listing(sort_methods({name for methods in limits.values() for name in methods}))
+    lowest = min(limit for methods in limits.values() for limit in methods.values())
     if group.cells[0].engine == "sglang":
-        opening = f"State slots and records for {group.running_name} {texts[0][0]}"
+        return (
+            f"SGLang's state slots, KV pool or defaults let fewer than {texts[0][0]} requests run at "
+            f"{counted(len(texts), 'combination')} of tree and budget, down to {lowest}: {names}."
+        )
     if len(texts) > 2:
-        names = listing(sort_methods({name for methods in limits.values() for name in methods}))
-        lowest = min(limit for methods in limits.values() for limit in methods.values())
         return (
             f"{opening} do not always fit: {names} run fewer at "
             f"{counted(len(texts), 'combination')} of tree and budget, down to {lowest}."

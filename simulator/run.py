@@ -95,8 +95,8 @@ def _engine(
     """Settings and ledger of the scenario's engine, after its checks."""
     gpu, tp, engine = scenario.gpu, scenario.tensor_parallel_size, scenario.engine
     if not isinstance(engine, EngineSettings):
-        _, longest_total = length_limits(scenario.workload)
-        pools = sglang.checked_ledger(shape, gpu, tp, engine, method, tree, longest_total)
+        longest = length_limits(scenario.workload)
+        pools = sglang.checked_ledger(shape, gpu, tp, engine, method, tree, longest)
         return sglang.vllm_settings(pools), pools
     ledger = build_ledger(shape, gpu, tp, engine, method, tree)
     ledger.check_num_seqs(engine.num_seqs)

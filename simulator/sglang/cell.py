@@ -22,11 +22,11 @@ def checked_ledger(
     settings: SglangSettings,
     method: StateMethod,
     tree: DraftTree,
-    longest_total: int,
+    longest: tuple[int, int],
 ) -> SglangLedger:
-    """The ledger of a cell whose longest request has so many tokens; `InfeasibleError` when it cannot be served."""
+    """The ledger of a cell whose longest prompt and request have so many tokens; `InfeasibleError` if not served."""
     ledger = build_sglang_ledger(shape, gpu, tp, settings, method, tree)
-    ledger.check_request(longest_total)
+    ledger.check_request(*longest)
     return ledger
 
 
@@ -66,6 +66,7 @@ def engine_config(ledger: SglangLedger, host: HostSettings, seed: int) -> Engine
             state_capped=pools.by_state_cache,
             chunked_prefill_size=max(settings.chunked_prefill_size, 0),
             max_prefill_tokens=settings.max_prefill_tokens,
+            max_new_tokens=settings.max_new_tokens or 0,
             mixed_chunk=settings.enable_mixed_chunk and law.rows == 1,
             overlap_schedule=ledger.overlap_schedule,
             schedule_conservativeness=settings.schedule_conservativeness,

@@ -9,6 +9,7 @@ import numpy as np
 
 from simulator.sglang.decode import INIT_RATIO, MIN_RATIO_SHARE
 from simulator.sglang.pool import SGLANG
+from simulator.sglang.settings import CLIP_NEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class SglangConfig:
     state_capped: bool = False
     chunked_prefill_size: int = 8192
     max_prefill_tokens: int = 16384
+    max_new_tokens: int = 0
     mixed_chunk: bool = False
     overlap_schedule: bool = True
     schedule_conservativeness: float = 1.0
@@ -39,6 +41,7 @@ def sglang_record(config: SglangConfig | None) -> Any:
             record[name] = value
     initial = min(INIT_RATIO * config.schedule_conservativeness, 1.0)
     record["enabled"] = 1
+    record["clip_new_tokens"] = CLIP_NEW_TOKENS
     record["init_new_token_ratio"] = record["new_token_ratio"] = initial
     record["min_new_token_ratio"] = initial * MIN_RATIO_SHARE
     return record

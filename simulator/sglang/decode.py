@@ -6,7 +6,7 @@ from typing import Any
 
 from simulator.jit import njit
 from simulator.scheduler import Queues, release_blocks
-from simulator.sglang.pool import decode_pages, hold_pages, is_prompt, lacks
+from simulator.sglang.pool import allowed_tokens, decode_pages, hold_pages, is_prompt, lacks
 
 #: Steps that a retraction gives the remaining requests when it sets the ratio (`SGLANG_RETRACT_DECODE_STEPS`).
 RETRACT_STEPS = 20
@@ -96,5 +96,5 @@ def _ratio_after_retraction(queues: Queues) -> float:
     for turn in range(state.num_running):
         slot = queues.slots[queues.running[turn]]
         emitted += slot.emitted + RETRACT_STEPS
-        allowed += slot.output_tokens
+        allowed += allowed_tokens(queues, slot)
     return min(emitted / (allowed + 1), 1.0)

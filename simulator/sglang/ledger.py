@@ -12,7 +12,7 @@ from lab.shapes import ModelShape
 from lab.trees import DraftTree
 from lab.units import GIB, ceil_div, gib
 from simulator.sglang.memory import Pools, RequestLaw, request_law, solve_pools
-from simulator.sglang.settings import SglangSettings
+from simulator.sglang.settings import CLIP_NEW_TOKENS, SglangSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class SglangLedger:
             "notes": list(self.pools.notes),
         }
 
-    def check_request(self, longest_total: int) -> None:
-        """Raise `InfeasibleError` unless a request of that many tokens, prompt and output, can ever be admitted."""
+    def check_request(self, longest_prompt: int, longest_total: int) -> None:
+        """Raise `InfeasibleError` unless requests with so many tokens, in the prompt and in all, can be admitted."""
         law, tokens = self.layout, self.kv_cache_tokens
         if longest_total > self.context_length:
             raise InfeasibleError(
@@ -98,12 +98,14 @@ class SglangLedger:
                 f"{longest_total} tokens (prompt and output); raise context_length to at least {longest_total} or use "
                 "another workload"
             )
-        needed = max(longest_total + law.page_size + 1, longest_total - 1 + law.rows + law.page_size)
+        asked = min(self.settings.max_new_tokens or 0, CLIP_NEW_TOKENS)
+        expected = max(longest_total, min(longest_prompt + asked, self.context_length))
+        needed = max(expected + law.page_size + 1, longest_total - 1 + law.rows + law.page_size)
         if tokens < needed:
             raise InfeasibleError(
-                f"the KV cache of {tokens} tokens is too small for the longest request of the workload, "
-                f"{longest_total} tokens (it takes {needed}); lower mamba_full_memory_ratio, max_mamba_cache_size or "
-                "max_running_requests, or raise mem_fraction_static"
+                f"the KV cache of {tokens} tokens is too small for the longest request of the workload, {expected} "
+                f"tokens with the output that is expected (it takes {needed}); lower mamba_full_memory_ratio, "
+                "max_mamba_cache_size or max_running_requests, or raise mem_fraction_static"
             )
 
 

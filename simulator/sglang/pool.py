@@ -18,6 +18,8 @@ SGLANG = np.dtype(
         ("mixed_chunk", "i8"),
         ("chunked_prefill_size", "i8"),
         ("max_prefill_tokens", "i8"),
+        ("max_new_tokens", "i8"),
+        ("clip_new_tokens", "i8"),
         ("state_slots", "i8"),
         ("state_slots_held", "i8"),
         ("state_capped", "i8"),
@@ -39,7 +41,15 @@ def is_prompt(slot: Any) -> Any:
 
 @njit(inline="always")
 def pages(queues: Queues, tokens: Any) -> Any:
+    """Pages of so many tokens."""
     return -(-tokens // queues.settings[0].block_size_tokens)
+
+
+@njit(inline="always")
+def allowed_tokens(queues: Queues, slot: Any) -> Any:
+    """Tokens that a request may emit in all: what its client asked for, as far as the context goes."""
+    asked = min(queues.sglang[0].max_new_tokens, queues.settings[0].max_model_len - slot.prompt_tokens)
+    return max(asked, slot.output_tokens)
 
 
 @njit(inline="always")
@@ -64,4 +74,5 @@ def decode_pages(queues: Queues) -> int:
 
 @njit(inline="always")
 def lacks(queues: Queues, slot: Any, rows: Any) -> Any:
+    """Pages that a request lacks for so many rows."""
     return max(pages(queues, slot.computed + rows) - slot.blocks, 0)

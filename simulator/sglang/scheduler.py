@@ -20,10 +20,8 @@ import numpy as np
 from simulator.jit import njit
 from simulator.scheduler import Queues, num_tokens, send
 from simulator.sglang.decode import decode, decode_all
-from simulator.sglang.pool import decode_pages, hold_pages, is_prompt, pages
+from simulator.sglang.pool import allowed_tokens, decode_pages, hold_pages, is_prompt, pages
 
-#: Tokens that a request is expected to emit at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`).
-CLIP_NEW_TOKENS = 4096
 #: In place of a limit that is off.
 _NO_LIMIT = np.int64(1) << 40
 
@@ -54,9 +52,9 @@ def hide_host_time(step: Any) -> None:
 
 
 @njit(inline="always")
-def _may_emit(slot: Any) -> Any:
+def _may_emit(queues: Queues, slot: Any) -> Any:
     """Tokens that admission expects of a request at most."""
-    return min(slot.output_tokens - slot.emitted, CLIP_NEW_TOKENS)
+    return min(allowed_tokens(queues, slot) - slot.emitted, queues.sglang[0].clip_new_tokens)
 
 
 @njit()
@@ -100,12 +98,12 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
     page = settings.block_size_tokens
     total_room = state.free_blocks * page - _expected(queues, decoding)
     if tokens:
-        total_room -= _may_emit(queues.slots[queues.running[state.num_running - 1]])
+        total_room -= _may_emit(queues, queues.slots[queues.running[state.num_running - 1]])
     admitted = 0
     while state.num_waiting > 0 and chunk_room > 0 and input_room > 0 and not _no_slot(queues):
         index = queues.waiting[state.waiting_head]
         slot = queues.slots[index]
-        prompt, more = num_tokens(slot), _may_emit(slot)
+        prompt, more = num_tokens(slot), _may_emit(queues, slot)
         if prompt + more + page >= total_room:
             own.batch_is_full = 1
             break
@@ -176,5 +174,5 @@ def _expected(queues: Queues, decoding: int) -> Any:
     """Tokens that the decoding requests are expected to emit yet."""
     total = 0
     for turn in range(decoding):
-        total += _may_emit(queues.slots[queues.running[turn]])
+        total += _may_emit(queues, queues.slots[queues.running[turn]])
     return total * queues.sglang[0].new_token_ratio

@@ -24,6 +24,8 @@ VLLM_NAMES = {
 #: Running requests by default when drafts are made, and the bounds of the default otherwise.
 SPECULATIVE_RUNNING = 48
 DEFAULT_RUNNING = (2048, 4096)
+#: Output tokens that admission expects of a request at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`).
+CLIP_NEW_TOKENS = 4096
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
 Strategy = Literal["auto", "none", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
@@ -33,10 +35,11 @@ class SglangSettings(BaseModel):
     """Settings of SGLang, by its own names.
 
     `max_running_requests` without a value is SGLang's default: 48 with drafts, else 2,048 to 4,096 by the pool of
-    tokens. `chunked_prefill_size` -1 computes prompts whole. `mamba_radix_cache_strategy` `none` stands for
-    `--disable-radix-cache`, `auto` is `extra_buffer`, and `no_buffer` for the state method `replayssm`. SGLang derives
-    `mem_fraction_static` from the GPU where it is not given; here it is 0.85. `runtime_and_activations_gib` takes the
-    place of the estimate of what has to fit in the rest of the memory.
+    tokens. `chunked_prefill_size` -1 computes prompts whole. `max_new_tokens` is what every client asks for, which
+    admission has to expect; without a number each asks for what it gets, as benchmark clients do.
+    `mamba_radix_cache_strategy` `none` stands for `--disable-radix-cache`, `auto` is `extra_buffer`, and `no_buffer`
+    for the state method `replayssm`. SGLang derives `mem_fraction_static` from the GPU where it is not given; here it
+    is 0.85. `runtime_and_activations_gib` takes the place of the estimate of what has to fit in the rest of the memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,6 +51,7 @@ class SglangSettings(BaseModel):
     max_total_tokens: Annotated[int, Field(ge=1, le=10**9)] | None = None
     chunked_prefill_size: Annotated[int, Field(ge=-1, le=1 << 18)] = 8192
     max_prefill_tokens: Annotated[int, Field(ge=1, le=1 << 18)] = 16384
+    max_new_tokens: Tokens | None = None
     enable_mixed_chunk: bool = False
     schedule_conservativeness: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     disable_overlap_schedule: bool = False

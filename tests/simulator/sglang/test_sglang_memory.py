@@ -260,11 +260,11 @@ def test_impossible_requests_are_one_clear_sentence(settings: dict[str, Any], me
 
 def test_a_request_that_can_never_be_admitted_is_refused_with_what_to_change() -> None:
     small = ledger(max_total_tokens=2000, context_length=4096)
-    small.check_request(1990)
-    with pytest.raises(InfeasibleError, match=r"the KV cache of 2000 tokens is too small .* 2100 tokens"):
-        small.check_request(2100)
+    small.check_request(1000, 1990)
+    with pytest.raises(InfeasibleError, match=r"the KV cache of 2000 tokens is too small .* 2100 tokens with"):
+        small.check_request(1000, 2100)
     with pytest.raises(InfeasibleError, match="raise context_length to at least 5000"):
-        small.check_request(5000)
+        small.check_request(1000, 5000)
 
 
 def test_a_chain_without_drafts_is_no_speculation() -> None:

@@ -73,7 +73,12 @@ def test_a_sweep_of_sglang_makes_a_report_in_its_own_words(tmp_path: Path) -> No
     assert (wide["peak_running"] == wide["running_limit"]).all()
     assert wide["memory_bound"].all()
     html = write_report(run).read_text(encoding="utf-8")
-    for part in ("mem_fraction_static 0.85", "slots per request", "prefix-cache states", "State slots and records for"):
+    for part in (
+        "mem_fraction_static 0.85",
+        "slots per request",
+        "prefix-cache states",
+        "let fewer than 64 requests run at ",
+    ):
         assert part in html
     for vllms in ("gpu_memory_utilization", "max_num_seqs", "max_model_len"):
         assert vllms not in html.partition("<script")[0]

@@ -61,6 +61,14 @@ def test_a_prompt_is_admitted_when_it_fits_beside_what_the_others_are_expected_t
     assert [prompt for prompt in range(50, 70) if waits(prompt)] == list(range(59, 70))
 
 
+def test_clients_that_ask_for_more_than_they_get_are_admitted_later() -> None:
+    def running(max_new_tokens: int) -> int:
+        config = small_sglang(tokens=600, max_num_seqs=8, sglang={"max_new_tokens": max_new_tokens})
+        return int(run(config, requests([20] * 8, [20] * 8))[1]["steps"]["running"].max())
+
+    assert (running(0), running(200)) == (8, 2)
+
+
 def staggered(prompts: list[int], outputs: list[int]) -> Any:
     """Requests that come 3 ms apart, so that each finds the earlier ones running."""
     return requests(prompts, outputs, [0.003 * turn for turn in range(len(prompts))])
@@ -170,7 +178,8 @@ def histories(draw: st.DrawFn) -> tuple[EngineConfig, list[int], list[int], list
     prompts = draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
     outputs = draw(st.lists(st.integers(1, 36), min_size=count, max_size=count))
     longest = max(prompt + output for prompt, output in zip(prompts, outputs, strict=True))
-    smallest = max(longest + page + 1, longest - 1 + rows + page)
+    asked = draw(st.sampled_from([0, 20]))
+    smallest = max(longest + page + 1, max(prompts) + asked + page + 1, longest - 1 + rows + page)
     pages = -(-smallest // page) + draw(st.integers(0, 150)) // page
     held = draw(st.integers(1, 3))
     chunk = draw(st.sampled_from([0, 16, 32, 64]))
@@ -186,6 +195,7 @@ def histories(draw: st.DrawFn) -> tuple[EngineConfig, list[int], list[int], list
             "state_slots": held * draw(st.integers(1, 8)),
             "state_slots_held": held,
             "chunked_prefill_size": chunk,
+            "max_new_tokens": asked,
             "max_prefill_tokens": draw(st.sampled_from([16, 64, 128])),
             "mixed_chunk": rows == 1 and draw(st.booleans()),
             "overlap_schedule": draw(st.booleans()),
