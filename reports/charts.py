@@ -109,7 +109,7 @@ def _load_figure(group: Group, cells: list[Cell], metric: Metric, limits: Sequen
         layers = _lines(group, shown, _load_axis(group), y)
         if metric.key == "peak-kv":
             layers.insert(0, _limit_rules(group, f"{here} && (datum.tree === tree || !datum.drafted)"))
-        panels.append(Panel(f"gpu_memory_utilization {plain(budget)}", _finish(alt.layer(*layers), group)))
+        panels.append(Panel(f"{group.budget_name} {plain(budget)}", _finish(alt.layer(*layers), group)))
     return Figure(metric.key, metric.title, metric_note(metric, group), tuple(panels), "tree")
 
 
@@ -161,10 +161,13 @@ def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
             ],
         )
     )
-    note = (
-        "Lines add up to the whole memory of one GPU. The pool is shown as full of requests of max_model_len as it "
-        "gets; speculative states are the copies kept for rows that may be rejected."
-    )
+    shown = "The pool is shown as full of requests of max_model_len as it gets; speculative states are"
+    if any(entry.slots is not None for entry in entries):
+        shown = (
+            "The pools are laid out at start-up: recurrent states are the slots of the requests that may run, "
+            "prefix-cache states the further slots that they reserve, speculative states"
+        )
+    note = f"Lines add up to the whole memory of one GPU. {shown} the copies kept for rows that may be rejected."
     spec = _finish(chart, None, height=24 * len(configurations) + 8)
     return Figure("ledger", "Memory ledger", note, (Panel("", spec),), "budget")
 
@@ -209,7 +212,7 @@ def _tooltip(group: Group) -> list[alt.Tooltip]:
     return [
         alt.Tooltip("state_method:N", title="state method"),
         alt.Tooltip("tree:N", title="draft tree"),
-        alt.Tooltip("budget:Q", title="gpu_memory_utilization"),
+        alt.Tooltip("budget:Q", title=group.budget_name),
         alt.Tooltip("load:Q", title=LOAD_TITLES[group.load_field], format=",~g"),
         alt.Tooltip("output_throughput:Q", title="output, tokens/s", format=",.0f"),
         alt.Tooltip("p99_ttft_ms:Q", title="p99 TTFT, ms", format=",.0f"),

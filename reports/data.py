@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 
 #: Fields that set groups apart, besides the load axis: everything else that a scenario can sweep.
 GROUP_FIELDS: tuple[str, ...] = (
+    "engine",
+    "engine_options",
     "model",
     "gpu",
     "tensor_parallel_size",
@@ -40,6 +42,12 @@ GROUP_FIELDS: tuple[str, ...] = (
 
 #: Share of steps from which on max_num_seqs or the token budget count as what limits a cell.
 LIMIT_SHARE = 0.10
+
+#: What each engine calls the memory budget, the cap on running requests and the longest request.
+ENGINE_NAMES: dict[str, tuple[str, str, str]] = {
+    "vllm": ("gpu_memory_utilization", "max_num_seqs", "max_model_len"),
+    "sglang": ("mem_fraction_static", "max_running_requests", "context_length"),
+}
 
 LoadField = Literal["max_concurrency", "request_rate", "none"]
 
@@ -71,6 +79,8 @@ class Cell:
     num_requests: int
     num_warmup_requests: int
     seed: int
+    engine: str
+    engine_options: str
     completed: int
     output_throughput: float
     mean_ttft_ms: float
@@ -111,13 +121,18 @@ class Cell:
         """
         shares = {
             "memory": self.memory_limited_steps,
-            "running limit" if self.lowered else "max_num_seqs": self.seqs_limited_steps,
+            "running limit" if self.lowered else self.running_name: self.seqs_limited_steps,
             "token budget": self.budget_limited_steps,
         }
         name = max(shares, key=lambda each: shares[each] if math.isfinite(shares[each]) else 0.0)
         if shares[name] > (0.0 if self.saturated else LIMIT_SHARE):
             return name
         return "memory" if self.memory_bound else "none"
+
+    @property
+    def running_name(self) -> str:
+        """What the engine calls the cap on running requests."""
+        return ENGINE_NAMES.get(self.engine, ENGINE_NAMES["vllm"])[1]
 
     @property
     def lowered(self) -> bool:
@@ -163,6 +178,21 @@ class Group:
             return 0.0
         value = getattr(cell, self.load_field)
         return 0.0 if value is None else float(value)
+
+    @property
+    def budget_name(self) -> str:
+        """What the engine calls the memory budget."""
+        return ENGINE_NAMES.get(self.cells[0].engine, ENGINE_NAMES["vllm"])[0]
+
+    @property
+    def running_name(self) -> str:
+        """What the engine calls the cap on running requests."""
+        return self.cells[0].running_name
+
+    @property
+    def length_name(self) -> str:
+        """What the engine calls the longest request."""
+        return ENGINE_NAMES.get(self.cells[0].engine, ENGINE_NAMES["vllm"])[2]
 
     @property
     def loads(self) -> list[float]:
@@ -276,7 +306,9 @@ def _label(cell: Cell, differing: list[str], load: LoadField) -> str:
     ]
     if cell.arrivals == "closed-loop":
         parts[-1] = "closed loop"
-    told = {"model", "gpu", "tensor_parallel_size", "workload", "arrivals", load}
+    if cell.engine == "sglang":
+        parts.insert(1, "SGLang")
+    told = {"engine", "model", "gpu", "tensor_parallel_size", "workload", "arrivals", load}
     parts += [f"{field} {getattr(cell, field)}" for field in differing if field not in told]
     return ", ".join(parts)
 

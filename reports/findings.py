@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from reports.accuracy import CLEAR_TEXT, TIE, TIE_TEXT
 from reports.answers import BASELINE, Best, Mark, all_best, headline, knees, largest_gain
 from reports.data import Cell, Group
-from reports.lead import BUDGET, point, with_tree
+from reports.lead import point, with_tree
 from reports.text import (
     counted,
     latencies,
@@ -68,7 +68,7 @@ def _by_load(group: Group, points: Sequence[Best]) -> str:
         opening = f"{BASELINE} does not keep up, or its mean TPOT is more than {CLEAR_TEXT} longer than the best"
     else:
         opening = f"{BASELINE} yields less than the best by more than {CLEAR_TEXT}"
-    return "\n".join([f"{opening}, by {BUDGET}:", *lines])
+    return "\n".join([f"{opening}, by {group.budget_name}:", *lines])
 
 
 def _why(group: Group, best: Best, base: Cell) -> str:
@@ -144,7 +144,7 @@ def _knee(group: Group) -> str:
         return ""
     told = "; ".join(f"{listing(names)} {text}" for text, names in clauses.items())
     what = "Highest rate that was run and is sustained" if group.open_loop else "Load at which requests begin to wait"
-    return f"{what}, tree {group.trees[0]}, {BUDGET} {plain(budget)}: {told}."
+    return f"{what}, tree {group.trees[0]}, {group.budget_name} {plain(budget)}: {told}."
 
 
 def _reach(group: Group, mark: Mark) -> str:

@@ -43,7 +43,16 @@ from reports.sources import (
     union_table,
     workloads,
 )
-from reports.tables import CELL_COLUMNS, RATIO_COLUMNS, best_rows, cell_table, knee_rows, ledger_table, ratio_bodies
+from reports.tables import (
+    CELL_COLUMNS,
+    RATIO_COLUMNS,
+    best_rows,
+    cell_table,
+    knee_rows,
+    ledger_columns,
+    ledger_table,
+    ratio_bodies,
+)
 from reports.text import LOAD_TITLES, counted, plain
 
 #: Cells of one group that the page lists; summary.csv holds all.
@@ -190,6 +199,7 @@ def _environment() -> jinja2.Environment:
         "best_rows": best_rows,
         "knee_rows": knee_rows,
         "ratio_bodies": ratio_bodies,
+        "ledger_columns": ledger_columns,
         "ledger_table": ledger_table,
         "ledger_titles": ledger_titles,
         "cell_table": cell_table,

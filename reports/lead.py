@@ -11,7 +11,6 @@ from reports.data import Cell, Group, Run, sort_methods
 from reports.sources import skipped
 from reports.text import counted, latencies, listing, load_phrase, plain, ratio, significant
 
-BUDGET = "gpu_memory_utilization"
 WITHIN = f"within {TIE_TEXT}"
 #: Longest reason that the answer quotes, in characters; the table of what was not run holds all.
 MAX_REASON = 48
@@ -37,7 +36,16 @@ def lead(group: Group) -> str:
 
 def caveats(run: Run, group: Group) -> list[str]:
     """What the comparison leaves out or bends: combinations that were not run, lowered running limits."""
-    return [text for text in (_not_run(run, group), _lowered(group), _outside(group)) if text]
+    return [text for text in (_not_run(run, group), _lowered(group), _outside(group), _engine(group)) if text]
+
+
+def _engine(group: Group) -> str:
+    """A word when the engine is not the one whose published runs the model was compared with."""
+    if group.cells[0].engine != "sglang":
+        return ""
+    return (
+        "The engine is SGLang by its own rules; the published runs below are vLLM's, and no run of SGLang was compared."
+    )
 
 
 def _outside(group: Group) -> str:
@@ -56,7 +64,7 @@ def with_tree(cell: Cell) -> str:
 
 
 def point(group: Group, best: Best) -> str:
-    return f"{load_phrase(group.load_field, best.load)}, {BUDGET} {plain(best.budget)}"
+    return f"{load_phrase(group.load_field, best.load)}, {group.budget_name} {plain(best.budget)}"
 
 
 def _at_load(group: Group, head: Best) -> str:
@@ -64,7 +72,7 @@ def _at_load(group: Group, head: Best) -> str:
     top, base = head.top, head.baseline
     others = listing([cell.state_method for cell in head.winners[1:]])
     text = (
-        f"at {BUDGET} {plain(head.budget)} and {load_phrase(group.load_field, head.load)}, "
+        f"at {group.budget_name} {plain(head.budget)} and {load_phrase(group.load_field, head.load)}, "
         f"{top.state_method}{with_tree(top)} reaches {significant(top.output_throughput)} output tokens/s"
     )
     if len(group.methods) == 1:
@@ -80,7 +88,7 @@ def _at_rate(group: Group, head: Best) -> str:
     top, base = head.top, head.baseline
     alone = len(group.methods) == 1
     text = (
-        f"at {BUDGET} {plain(head.budget)}, {top.state_method}{with_tree(top)} has "
+        f"at {group.budget_name} {plain(head.budget)}, {top.state_method}{with_tree(top)} has "
         f"{'a' if alone else 'the shortest'} mean TPOT{' of' if alone else ','} {latencies(top.mean_tpot_ms)[0]}"
         f"{'' if alone else ','} at {load_phrase(group.load_field, head.load)}"
     )
@@ -136,7 +144,7 @@ def _not_run_method(group: Group, method: str, entries: list[Mapping[str, Any]])
     if method in group.methods and trees:
         text += f" with tree{'s' if len(trees) > 1 else ''} {listing(trees)}"
     if budgets and not set(group.budgets) <= budgets:
-        text += f" at {BUDGET} {listing([plain(budget) for budget in sorted(budgets, reverse=True)])}"
+        text += f" at {group.budget_name} {listing([plain(budget) for budget in sorted(budgets, reverse=True)])}"
     reasons = {_clause(method, str(entry.get("reason", ""))) for entry in entries}
     reason = reasons.pop()
     return f"{text} ({reason})" if reason and not reasons and len(reason) <= MAX_REASON else text
@@ -167,14 +175,20 @@ def _lowered(group: Group) -> str:
         texts.append((wanted, f"{shown} with tree {tree} at {plain(budget)}"))
     if not texts:
         return ""
-    if len(texts) > 2:
-        names = listing(sort_methods({name for methods in limits.values() for name in methods}))
-        lowest = min(limit for methods in limits.values() for limit in methods.values())
+    opening = f"Records for {counted(texts[0][0], 'request')} at once"
+    names = listing(sort_methods({name for methods in limits.values() for name in methods}))
+    lowest = min(limit for methods in limits.values() for limit in methods.values())
+    if group.cells[0].engine == "sglang":
         return (
-            f"Records for {counted(texts[0][0], 'request')} at once do not always fit: {names} run fewer at "
+            f"SGLang's state slots, KV pool or defaults let fewer than {texts[0][0]} requests run at "
+            f"{counted(len(texts), 'combination')} of tree and budget, down to {lowest}: {names}."
+        )
+    if len(texts) > 2:
+        return (
+            f"{opening} do not always fit: {names} run fewer at "
             f"{counted(len(texts), 'combination')} of tree and budget, down to {lowest}."
         )
-    return f"Records for {texts[0][0]} requests at once do not fit everywhere: {'; '.join(text for _, text in texts)}."
+    return f"{opening} do not fit everywhere: {'; '.join(text for _, text in texts)}."
 
 
 def _lowest_load(group: Group) -> str:

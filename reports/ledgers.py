@@ -13,6 +13,18 @@ from reports.palette import ledger_line, ledger_order
 
 
 @dataclass(frozen=True, slots=True)
+class StateSlots:
+    """SGLang's second pool as its ledger names it; `state_pool_bytes` with the states beside the slots."""
+
+    max_mamba_cache_size: int
+    bytes_per_state_slot: int
+    state_slots_per_request: int
+    max_running_requests: int
+    mamba_radix_cache_strategy: str
+    state_pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """One ledger of run.json; `lines` are bytes, `blocks_per_request` is for a request of max_model_len tokens."""
 
@@ -27,11 +39,13 @@ class LedgerEntry:
     block_size_tokens: int
     bytes_per_block: int
     gpu_blocks_source: str
+    slots: StateSlots | None = None
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the block pool."""
-        return self.num_gpu_blocks * self.bytes_per_block
+        """Size of the block pool, or of SGLang's two pools."""
+        states = 0 if self.slots is None else self.slots.state_pool_bytes
+        return self.num_gpu_blocks * self.bytes_per_block + states
 
     @property
     def request_bytes(self) -> int:
@@ -108,7 +122,14 @@ def limit_rows(entries: Sequence[LedgerEntry], group: Group) -> list[dict[str, A
 
 
 def _entry(raw: Mapping[str, Any]) -> LedgerEntry:
-    missing = [field.name for field in fields(LedgerEntry) if field.name not in raw]
+    slots = StateSlots(**_picked(raw, StateSlots)) if "max_mamba_cache_size" in raw else None
+    return LedgerEntry(**_picked(raw, LedgerEntry), slots=slots)
+
+
+def _picked(raw: Mapping[str, Any], kind: type[LedgerEntry] | type[StateSlots]) -> dict[str, Any]:
+    """The fields of a kind of entry that every run.json holds."""
+    names = [field.name for field in fields(kind) if field.name != "slots"]
+    missing = [name for name in names if name not in raw]
     if missing:
         raise UsageError(f"run.json: an entry of 'ledgers' lacks {', '.join(missing)}")
-    return LedgerEntry(**{field.name: raw[field.name] for field in fields(LedgerEntry)})
+    return {name: raw[name] for name in names}

@@ -46,6 +46,7 @@ LEDGER_LINES: dict[str, tuple[str, str]] = {
     "padding": ("block padding", "#e8c98a"),
     "free_blocks": ("free blocks", "#dfe9f2"),
     "pool_remainder": ("less than a block", "#cfd5da"),
+    "outside_mem_fraction_static": ("outside mem_fraction_static", "#eef0f2"),
     "outside_gpu_memory_utilization": ("outside gpu_memory_utilization", "#eef0f2"),
 }
 

@@ -85,8 +85,38 @@ def ratio_bodies(group: Group) -> list[RatioBody]:
     return bodies
 
 
+#: Columns of the table of ledgers after method and tree, by engine.
+LEDGER_COLUMNS: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        "pool, GiB",
+        "blocks",
+        "tokens per block",
+        "MiB per block",
+        "blocks per request",
+        "KV tokens",
+        "maximum concurrency",
+        "blocks from",
+    ),
+    "sglang": (
+        "pools, GiB",
+        "state slots",
+        "MiB per slot",
+        "slots per request",
+        "running requests",
+        "KV tokens",
+        "maximum concurrency",
+        "radix cache",
+    ),
+}
+
+
+def ledger_columns(group: Group) -> tuple[str, ...]:
+    """Columns of the table of a group's ledgers."""
+    return LEDGER_COLUMNS.get(group.cells[0].engine, LEDGER_COLUMNS["vllm"])
+
+
 def ledger_table(entries: Sequence[LedgerEntry]) -> list[tuple[LedgerEntry, list[str]]]:
-    """Per ledger: pool, blocks, block size, blocks per request, KV tokens, concurrency, source."""
+    """Per ledger the columns of `LEDGER_COLUMNS`."""
     return [
         (
             entry,
@@ -99,6 +129,17 @@ def ledger_table(entries: Sequence[LedgerEntry]) -> list[tuple[LedgerEntry, list
                 number(entry.kv_cache_tokens),
                 number(entry.max_concurrency, 2),
                 entry.gpu_blocks_source,
+            ]
+            if entry.slots is None
+            else [
+                number(entry.pool_bytes / GIB, 2),
+                number(entry.slots.max_mamba_cache_size),
+                number(entry.slots.bytes_per_state_slot / MIB, 2),
+                number(entry.slots.state_slots_per_request),
+                number(entry.slots.max_running_requests),
+                number(entry.kv_cache_tokens),
+                number(entry.max_concurrency, 2),
+                entry.slots.mamba_radix_cache_strategy,
             ],
         )
         for entry in entries
@@ -107,7 +148,7 @@ def ledger_table(entries: Sequence[LedgerEntry]) -> list[tuple[LedgerEntry, list
 
 #: Columns of the table of all cells after method and tree; `load` stands for the axis of load.
 CELL_COLUMNS = (
-    "gpu memory utilization",
+    "memory budget",
     "load",
     "counted",
     "output tokens/s",
@@ -120,7 +161,7 @@ CELL_COLUMNS = (
     "records reserved, GiB",
     "preemptions",
     "waits for memory",
-    "waits for max_num_seqs",
+    "waits for running limit",
     "waits for token budget",
     "limit",
     "steps extrapolated",

@@ -15,6 +15,7 @@ from lab.profiles.kernels import kernels_record
 from simulator.records import part_files
 from simulator.run import CheckedCell, check, identity, simulate, step_cost
 from simulator.scenario import Scenario
+from simulator.sglang.ledger import SglangLedger
 from simulator.stepcost import StepCost
 
 #: Version of the layout of `result.json` and `run.json`.
@@ -22,6 +23,8 @@ SCHEMA_VERSION = 1
 
 #: Fields of a cell that its ledger depends on, by their names in summary.csv.
 _LEDGER_FIELDS = (
+    "engine",
+    "engine_options",
     "model",
     "gpu",
     "tensor_parallel_size",
@@ -87,10 +90,12 @@ def _ledger_record(cell: CheckedCell) -> dict[str, Any]:
 
 def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
     host = cell.scenario.host
+    overlaps = isinstance(cell.ledger, SglangLedger) and cell.ledger.overlap_schedule
+    hidden = "; the overlap schedule hides it behind the GPU's time" if overlaps else ""
     sources = {
         **costs.sources,
         "host": f"fitted: {host.ms_per_step:g} ms a step and {host.ms_per_prompt_step:g} ms more with a prompt; "
-        "constants of the scenario, the defaults fitted on published runs of vLLM 0.17",
+        "constants of the scenario, the defaults fitted on published runs of vLLM 0.17" + hidden,
     }
     return [
         {

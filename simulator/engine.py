@@ -16,6 +16,7 @@ import simpy
 
 from simulator.sampling import AcceptanceTables
 from simulator.scheduler import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
+from simulator.sglang.config import SglangConfig, sglang_record
 from simulator.step import REQUEST, STEP, Records, advance, needs_backlog
 from simulator.stepcost import CostTables
 from simulator.workload import RequestBlock
@@ -44,6 +45,7 @@ class EngineConfig:
     host_us_per_step: float = 0.0
     host_us_per_prompt_step: float = 0.0
     seed: int = 0
+    sglang: SglangConfig | None = None  # None: vLLM's scheduler
 
 
 class Engine:
@@ -79,6 +81,7 @@ class Engine:
             np.zeros(0, np.int32),
             np.zeros(0, np.int32),
             np.zeros(0, np.int32),
+            sglang_record(config.sglang),
         )
         size = max(buffer_records, 2 * config.max_num_seqs)
         self._records = Records(

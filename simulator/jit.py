@@ -13,7 +13,15 @@ from typing import Any
 
 import numba
 
-_COMPILED = ("sampling.py", "scheduler.py", "step.py", "stepcost.py")
+_COMPILED = (
+    "sampling.py",
+    "scheduler.py",
+    "step.py",
+    "stepcost.py",
+    "sglang/decode.py",
+    "sglang/pool.py",
+    "sglang/scheduler.py",
+)
 
 
 def _cache_dir() -> Path:

@@ -24,7 +24,9 @@ from simulator.ledger import Ledger, build_ledger
 from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
 from simulator.sampling import build_tables
-from simulator.scenario import Scenario
+from simulator.scenario import EngineSettings, Scenario
+from simulator.sglang import cell as sglang
+from simulator.sglang.ledger import SglangLedger
 from simulator.stepcost import StepCost, build_step_cost
 from simulator.workload import RequestBlock, length_limits, request_blocks
 
@@ -34,13 +36,17 @@ BOUND_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CheckedCell:
-    """A scenario that can run: its parts by name, its ledger and its acceptance."""
+    """A scenario that can run: its parts by name, its ledger and its acceptance.
+
+    `engine` are the engine's settings by vLLM's names: the scenario's own, or what SGLang's come to.
+    """
 
     scenario: Scenario
+    engine: EngineSettings
     shape: ModelShape
     method: StateMethod
     tree: DraftTree
-    ledger: Ledger
+    ledger: Ledger | SglangLedger
     acceptance: AcceptanceModel
     acceptance_length: float
 
@@ -55,17 +61,14 @@ def check(scenario: Scenario) -> CheckedCell:
 
     Raises `UsageError` for impossible values and `InfeasibleError` for combinations that cannot run.
     """
-    if scenario.engine.enable_prefix_caching:
+    if isinstance(scenario.engine, EngineSettings) and scenario.engine.enable_prefix_caching:
         raise UsageError(
             "engine.enable_prefix_caching = true: the ledger prices it, the simulator does not model it yet; set false"
         )
     shape = load_shape(scenario.model)
     method = get_method(scenario.speculation.state_method)
     tree = parse_tree(scenario.speculation.tree)
-    ledger = build_ledger(shape, scenario.gpu, scenario.tensor_parallel_size, scenario.engine, method, tree)
-    ledger.check_num_seqs(scenario.engine.num_seqs)
-    ledger.check_fits()
-    _check_workload(scenario, tree)
+    engine, ledger = _engine(scenario, shape, method, tree)
     request_blocks(scenario.workload, scenario.seed)  # its own checks
     settings = scenario.speculation.acceptance
     acceptance = acceptance_from(
@@ -76,6 +79,7 @@ def check(scenario: Scenario) -> CheckedCell:
     )
     return CheckedCell(
         scenario,
+        engine,
         shape,
         method,
         tree,
@@ -85,14 +89,29 @@ def check(scenario: Scenario) -> CheckedCell:
     )
 
 
+def _engine(
+    scenario: Scenario, shape: ModelShape, method: StateMethod, tree: DraftTree
+) -> tuple[EngineSettings, Ledger | SglangLedger]:
+    """Settings and ledger of the scenario's engine, after its checks."""
+    gpu, tp, engine = scenario.gpu, scenario.tensor_parallel_size, scenario.engine
+    if not isinstance(engine, EngineSettings):
+        longest = length_limits(scenario.workload)
+        pools = sglang.checked_ledger(shape, gpu, tp, engine, method, tree, longest)
+        return sglang.vllm_settings(pools), pools
+    ledger = build_ledger(shape, gpu, tp, engine, method, tree)
+    ledger.check_num_seqs(engine.num_seqs)
+    ledger.check_fits()
+    _check_workload(scenario, engine, tree)
+    return engine, ledger
+
+
 def step_cost(cell: CheckedCell) -> StepCost:
     """The cell's cost tables; raises `UsageError` when no operator table covers the model."""
-    scenario = cell.scenario
     return build_step_cost(
         cell.shape,
-        scenario.gpu,
-        scenario.tensor_parallel_size,
-        scenario.engine,
+        cell.scenario.gpu,
+        cell.scenario.tensor_parallel_size,
+        cell.engine,
         cell.method,
         cell.tree,
         rows_committed=cell.acceptance_length,
@@ -107,7 +126,7 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
     requests = request_metrics(writer.parts("requests"), cell.scenario.workload.num_warmup_requests)
     later_tokens = int(state["emitted_tokens"]) - int(state["num_finished"])
     gaps = gap_metrics(writer.parts("steps"), writer.parts("gaps_s"), later_tokens)
-    settings, layout, blocks = cell.scenario.engine, cell.ledger.layout, cell.ledger.usable_blocks
+    settings, layout, blocks = cell.engine, cell.ledger.layout, cell.ledger.usable_blocks
     steps, rounds, span_s = int(state["num_steps"]), int(state["verify_rounds"]), float(state["now_s"]) or float("nan")
     peak_running, peak_blocks = int(state["peak_running"]), int(state["peak_blocks"])
     held_bytes = peak_blocks * layout.bytes_per_block + peak_running * layout.scratch_bytes_per_request
@@ -138,6 +157,7 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
         "modelled": any(source.startswith("modelled") for source in costs.sources.values()),
         "extrapolated": bool(state["extrapolated_steps"] > 0),
         "extrapolated_steps": int(state["extrapolated_steps"]) / steps if steps else 0.0,
+        **(sglang.columns(cell.ledger, peak_running, peak_blocks) if isinstance(cell.ledger, SglangLedger) else {}),
     }
 
 
@@ -180,26 +200,11 @@ def _speculation(tree: DraftTree, rounds: int, accepted_at: Any, later_tokens: i
 
 def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock], sink: Any) -> Engine:
     """Simulate a workload to its end; records go to `sink`. Returns the idle engine with its counters."""
-    workload, settings, host = cell.scenario.workload, cell.scenario.engine, cell.scenario.host
-    layout = cell.ledger.layout
+    workload = cell.scenario.workload
     env = simpy.Environment()
     engine = Engine(
         env,
-        EngineConfig(
-            num_blocks=cell.ledger.usable_blocks,
-            block_size_tokens=layout.block_size_tokens,
-            attention_groups=layout.attention_groups,
-            state_blocks=layout.state_blocks_per_request,
-            rows=cell.tree.num_rows,
-            max_num_seqs=settings.num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=settings.max_model_len,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            chunked_prefill=settings.enable_chunked_prefill,
-            host_us_per_step=host.ms_per_step * 1e3,
-            host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
-            seed=cell.scenario.seed,
-        ),
+        _engine_config(cell, cell.ledger),
         costs.tables,
         build_tables(cell.acceptance, cell.tree),
         sink,
@@ -209,9 +214,30 @@ def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock
     return engine
 
 
-def _check_workload(scenario: Scenario, tree: DraftTree) -> None:
+def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineConfig:
+    """Limits of the engine that a cell describes."""
+    settings, host, seed = cell.engine, cell.scenario.host, cell.scenario.seed
+    if isinstance(ledger, SglangLedger):
+        return sglang.engine_config(ledger, host, seed)
+    return EngineConfig(
+        num_blocks=ledger.usable_blocks,
+        block_size_tokens=ledger.layout.block_size_tokens,
+        attention_groups=ledger.layout.attention_groups,
+        state_blocks=ledger.layout.state_blocks_per_request,
+        rows=cell.tree.num_rows,
+        max_num_seqs=settings.num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        chunked_prefill=settings.enable_chunked_prefill,
+        host_us_per_step=host.ms_per_step * 1e3,
+        host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
+        seed=seed,
+    )
+
+
+def _check_workload(scenario: Scenario, engine: EngineSettings, tree: DraftTree) -> None:
     """Every request must fit `max_model_len`, and one step when prompts are not cut into chunks."""
-    engine = scenario.engine
     _, longest_total = length_limits(scenario.workload)
     if longest_total > engine.max_model_len:
         raise UsageError(
@@ -232,8 +258,10 @@ def _check_workload(scenario: Scenario, tree: DraftTree) -> None:
 
 def identity(cell: CheckedCell) -> dict[str, Any]:
     """What a cell simulated, by the names of summary.csv."""
-    scenario, engine, workload = cell.scenario, cell.scenario.engine, cell.scenario.workload
+    scenario, engine, workload = cell.scenario, cell.engine, cell.scenario.workload
     return {
+        "engine": scenario.engine.name,
+        "engine_options": scenario.engine.options,
         "model": cell.shape.name,
         "gpu": scenario.gpu,
         "tensor_parallel_size": scenario.tensor_parallel_size,
@@ -244,7 +272,7 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "tree": cell.tree_name,
         "num_rows": cell.tree.num_rows,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "max_num_seqs": engine.max_num_seqs,
+        "max_num_seqs": scenario.engine.max_num_seqs,
         "running_limit": engine.num_seqs,
         "max_model_len": engine.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,

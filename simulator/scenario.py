@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from lab.errors import UsageError
 from lab.methods import METHODS
+from simulator.sglang.settings import SglangSettings
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
@@ -25,6 +26,9 @@ Requests = Annotated[int, Field(ge=1, le=1 << 16)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Gibibytes = Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)]
+
+#: Engines, by the `name` in the section `engine`.
+ENGINES = ("vllm", "sglang")
 
 #: Fields that may hold a list, by section; each list is one axis of the sweep, in this order.
 SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
@@ -38,6 +42,14 @@ SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
     ("engine", "weight_dtype"),
     ("engine", "kv_cache_dtype"),
     ("engine", "mamba_ssm_cache_dtype"),
+    ("engine", "mem_fraction_static"),
+    ("engine", "context_length"),
+    ("engine", "max_running_requests"),
+    ("engine", "chunked_prefill_size"),
+    ("engine", "mamba_radix_cache_strategy"),
+    ("engine", "mamba_full_memory_ratio"),
+    ("engine", "max_mamba_cache_size"),
+    ("engine", "mamba_ssm_dtype"),
     ("workload", "trace"),
     ("workload", "lengths"),
     ("workload", "request_rate"),
@@ -54,13 +66,14 @@ class _Section(BaseModel):
 
 
 class EngineSettings(_Section):
-    """Settings of the serving engine, by vLLM's names.
+    """Settings of vLLM, by its names.
 
     `max_num_seqs` is 256 by default (vLLM's own is 1024 on large GPUs). `running_limit` lowers it for one cell: a sweep
     sets it where the records of a method for `max_num_seqs` requests do not fit. `runtime_and_activations_gib` takes
     the place of the estimate of what the engine keeps for itself.
     """
 
+    name: Literal["vllm"] = "vllm"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
     max_model_len: Tokens = 32768
     max_num_seqs: Requests = 256
@@ -86,6 +99,11 @@ class EngineSettings(_Section):
     def num_seqs(self) -> int:
         """Most requests that run at once."""
         return min(self.max_num_seqs, self.running_limit or self.max_num_seqs)
+
+    @property
+    def options(self) -> str:
+        """Settings without a column of their own in summary.csv; vLLM's are in run.json alone."""
+        return ""
 
     @property
     def kv_dtype(self) -> str:
@@ -175,14 +193,22 @@ class HostSettings(_Section):
     ms_per_prompt_step: Milliseconds = 9.0
 
 
+def _engine_name(raw: Any) -> str:
+    """The engine that a section describes: its `name`, vLLM without one."""
+    name = raw.get("name", "vllm") if isinstance(raw, Mapping) else getattr(raw, "name", "vllm")
+    return str(name)
+
+
 class Scenario(_Section):
-    """One simulated service: everything a run depends on."""
+    """One simulated service: everything a run depends on. The engine is vLLM, or SGLang with `name: sglang`."""
 
     name: str = "scenario"
     model: str
     gpu: str = "h200"
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
-    engine: EngineSettings = EngineSettings()
+    engine: Annotated[
+        Annotated[EngineSettings, Tag("vllm")] | Annotated[SglangSettings, Tag("sglang")], Discriminator(_engine_name)
+    ] = EngineSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     workload: WorkloadSettings
     host: HostSettings = HostSettings()
@@ -246,6 +272,14 @@ def engine_settings(**values: Any) -> EngineSettings:
         raise UsageError("; ".join(_sentences(error))) from None
 
 
+def sglang_settings(**values: Any) -> SglangSettings:
+    """SGLang's settings from plain values; raises `UsageError` naming field, value and what is allowed."""
+    try:
+        return SglangSettings(**values)
+    except ValidationError as error:
+        raise UsageError("; ".join(_sentences(error))) from None
+
+
 def replace_fields(raw: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """A copy of a scenario's mapping with other values at the given paths."""
     for path in values:
@@ -303,10 +337,13 @@ def _tree_as_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sentences(error: ValidationError) -> Iterator[str]:
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"]) or "scenario"
+        field = ".".join(str(part) for part in item["loc"] if part not in ENGINES) or "scenario"
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            yield f"{field}: no such field"
+            of_sglang = "vllm" in item["loc"] and item["loc"][-1] in SglangSettings.model_fields
+            yield f"{field}: no such field" + ("; it is SGLang's, which engine.name: sglang chooses" * of_sglang)
+        elif item["type"] == "union_tag_invalid":
+            yield f"{field}.name = '{item['ctx']['tag']}': allowed are {' and '.join(ENGINES)}"
         elif item["type"] == "missing":
             yield f"{field}: required field is missing"
         elif item["type"] == "value_error":

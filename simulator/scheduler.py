@@ -119,6 +119,7 @@ class Queues(NamedTuple):
     backlog: Any  # [capacity] int32
     waiting: Any  # [capacity] int32
     free_slots: Any  # [capacity] int32
+    sglang: Any  # [1] simulator.sglang.pool.SGLANG: what SGLang's scheduler knows beside `settings` and `state`
 
 
 @njit(inline="always")
@@ -138,7 +139,7 @@ def blocks_for(settings: Any, tokens: Any) -> Any:
 def schedule(queues: Queues) -> None:
     """Set `scheduled` of every running request for the next step, after admissions and preemptions."""
     settings, state = queues.settings[0], queues.state[0]
-    _send(queues)
+    send(queues)
     budget = settings.max_num_batched_tokens
     lookahead = settings.rows - 1
     state.preempted_in_step = 0
@@ -204,7 +205,7 @@ def _chunk(settings: Any, slot: Any) -> Any:
 
 
 @njit()
-def _send(queues: Queues) -> None:
+def send(queues: Queues) -> None:
     """Move requests that have arrived from the client's backlog to the waiting queue, as far as its permits go.
 
     A request that used a permit freed by the last step was sent when that step ended; the others when they arrived.

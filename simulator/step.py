@@ -13,6 +13,7 @@ import numpy as np
 from simulator.jit import njit
 from simulator.sampling import AcceptanceTables, sample_accepted
 from simulator.scheduler import Queues, num_tokens, release_blocks, schedule
+from simulator.sglang.scheduler import hide_host_time, schedule_sglang
 from simulator.stepcost import CostTables, attention_us, batching_shares, prefill_us
 
 #: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
@@ -82,11 +83,16 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
         if state.num_running + state.num_waiting == 0:  # idle until the next arrival
             next_arrival_s = queues.slots[queues.backlog[state.backlog_head]].arrival_s
             state.now_s = max(state.now_s, next_arrival_s)
-        schedule(queues)
+        if queues.sglang[0].enabled:
+            schedule_sglang(queues)
+        else:
+            schedule(queues)
         step = records.steps[state.step_records]
         if _price(queues, cost, step) == 0 and state.preempted_in_step == 0:
             state.stalled = 1
             return
+        if queues.sglang[0].overlap_schedule:
+            hide_host_time(step)
         state.now_s = step.start_s + step.duration_us * 1e-6
         _emit(queues, acceptance, records, step)
         _count(state, step)

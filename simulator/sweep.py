@@ -26,7 +26,7 @@ from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
 from simulator.run import CheckedCell, check, identity, step_cost
 from simulator.rundir import check_target, publish, unfinished
-from simulator.scenario import Scenario
+from simulator.scenario import EngineSettings, Scenario
 from simulator.workers import run_all
 from simulator.workload import describe
 
@@ -96,7 +96,7 @@ def _refuse_shared_block_count(cells: Sequence[Scenario]) -> None:
     measured = {
         (cell.speculation.state_method, cell.speculation.tree)
         for cell in cells
-        if cell.engine.num_gpu_blocks_override is not None
+        if isinstance(cell.engine, EngineSettings) and cell.engine.num_gpu_blocks_override is not None
     }
     if len(measured) > 1:
         raise UsageError(

@@ -8,9 +8,11 @@ from typing import Any
 import typer
 
 from lab.cli.output import JSON_OPTION, print_json, print_table
+from lab.cli.sglang_ledger import SGLANG_OPTIONS, check_options, sglang_option, show_ledger
 
 
 def command(
+    context: typer.Context,
     model: str = typer.Option(..., "--model", help="A shipped model (any letter case) or the path of a config.json."),
     gpu: str = typer.Option(None, "--gpu", help="h200, b200 or h100. Not needed when the pool is given."),
     gpu_memory_utilization: float = typer.Option(0.92, "--gpu-memory-utilization", help="Share of memory, 0 to 1."),
@@ -39,15 +41,41 @@ def command(
     state_method: str = typer.Option("storeall", "--state-method", help="State method of the recurrent layers."),
     tree: str = typer.Option(None, "--tree", help="Draft tree (2,2,2); instead of --speculative-config."),
     as_json: bool = JSON_OPTION,
+    engine: str = typer.Option("vllm", "--engine", help="vllm or sglang; each has options of its own."),
+    mem_fraction_static: float = sglang_option("--mem-fraction-static", "Share for weights and pools (0.85)."),
+    context_length: int = sglang_option("--context-length", "Longest request, tokens (32768)."),
+    max_running_requests: int = sglang_option("--max-running-requests", "Most running requests (48 with drafts)."),
+    max_total_tokens: int = sglang_option("--max-total-tokens", "Most tokens of the KV pool."),
+    mamba_radix_cache_strategy: str = sglang_option(
+        "--mamba-radix-cache-strategy", "auto, no_buffer, extra_buffer, extra_buffer_lazy; none: no radix cache."
+    ),
+    mamba_full_memory_ratio: float = sglang_option("--mamba-full-memory-ratio", "State pool to KV pool (0.9)."),
+    max_mamba_cache_size: int = sglang_option("--max-mamba-cache-size", "State slots, in place of the ratio."),
+    mamba_ssm_dtype: str = sglang_option("--mamba-ssm-dtype", "auto (the checkpoint's), float32 or bfloat16."),
+    page_size: int = sglang_option("--page-size", "Tokens of a page of the KV pool (1)."),
+    disable_overlap_schedule: bool = sglang_option("--disable-overlap-schedule", "Host and GPU in turn.", flag=True),
+    linear_replayssm_cache_len: int = sglang_option("--linear-replayssm-cache-len", "Rows of ReplaySSM's ring (16)."),
+    speculative_num_draft_tokens: int = sglang_option(
+        "--speculative-num-draft-tokens", "Rows of a chain, the root included; for trees --tree."
+    ),
+    request_tokens: float = sglang_option(
+        "--request-tokens", "Mean tokens of a request, prompt and output: prints the ratio that fills both pools."
+    ),
 ) -> None:
-    """Memory ledger of one GPU: named lines, blocks, KV tokens, maximum concurrency, largest viable max_num_seqs."""
+    """Memory ledger of one GPU: named lines, pools, KV tokens, maximum concurrency, how many requests may run."""
+    given = locals()
+    check_options(context, engine)
+    if engine == "sglang":
+        options = {name: given[name] for name in (*SGLANG_OPTIONS, "weight_dtype", "kv_cache_dtype")}
+        show_ledger(model, gpu, tensor_parallel_size, state_method, tree, options, as_json)
+        return
     from lab.methods import get_method
     from lab.shapes import load_shape
     from lab.trees import DraftTree
     from simulator.ledger import build_ledger
     from simulator.scenario import engine_settings
 
-    engine = engine_settings(
+    settings = engine_settings(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         max_num_seqs=256 if max_num_seqs is None else max_num_seqs,
@@ -62,14 +90,14 @@ def command(
     draft_tree = _tree(tree, speculative_config)
     if method.topology == "decode" and tree is None and speculative_config is None:
         draft_tree = DraftTree.chain(0)
-    result = build_ledger(load_shape(model), gpu, tensor_parallel_size, engine, method, draft_tree)
+    result = build_ledger(load_shape(model), gpu, tensor_parallel_size, settings, method, draft_tree)
     result.check_fits()
     if max_num_seqs is not None:
         result.check_num_seqs(max_num_seqs)
     if as_json:
         print_json(result.to_json())
     else:
-        _print(result, engine.max_num_seqs)
+        _print(result, settings.max_num_seqs)
 
 
 def _tree(tree: str | None, speculative_config: str | None) -> Any:

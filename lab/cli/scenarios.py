@@ -23,6 +23,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("engine", "gpu_memory_utilization"),
     "max_num_seqs": ("engine", "max_num_seqs"),
     "max_model_len": ("engine", "max_model_len"),
+    "mem_fraction_static": ("engine", "mem_fraction_static"),
+    "max_running_requests": ("engine", "max_running_requests"),
+    "context_length": ("engine", "context_length"),
+    "max_mamba_cache_size": ("engine", "max_mamba_cache_size"),
+    "mamba_full_memory_ratio": ("engine", "mamba_full_memory_ratio"),
+    "mamba_radix_cache_strategy": ("engine", "mamba_radix_cache_strategy"),
     "state_method": ("speculation", "state_method"),
     "tree": ("speculation", "tree"),
     "trace": ("workload", "trace"),
@@ -42,6 +48,12 @@ _NAMING = {
     "gpu_memory_utilization": "gmu",
     "max_num_seqs": "seqs",
     "max_model_len": "len",
+    "mem_fraction_static": "mfs",
+    "max_running_requests": "running",
+    "context_length": "len",
+    "max_mamba_cache_size": "slots",
+    "mamba_full_memory_ratio": "ratio",
+    "mamba_radix_cache_strategy": "",
     "state_method": "",
     "tree": "tree",
     "trace": "",
@@ -71,6 +83,14 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
         gpu_memory_utilization: float = _flag("--gpu-memory-utilization", "Share of memory, 0 to 1"),
         max_num_seqs: int = _flag("--max-num-seqs", "Most running requests"),
         max_model_len: int = _flag("--max-model-len", "Longest request, tokens"),
+        mem_fraction_static: float = _flag("--mem-fraction-static", "Share of memory, 0 to 1", "SGLang"),
+        max_running_requests: int = _flag("--max-running-requests", "Most running requests", "SGLang"),
+        context_length: int = _flag("--context-length", "Longest request, tokens", "SGLang"),
+        max_mamba_cache_size: int = _flag("--max-mamba-cache-size", "State slots", "SGLang"),
+        mamba_full_memory_ratio: float = _flag("--mamba-full-memory-ratio", "State pool to KV pool", "SGLang"),
+        mamba_radix_cache_strategy: str = _flag(
+            "--mamba-radix-cache-strategy", "none, no_buffer, extra_buffer, extra_buffer_lazy", "SGLang"
+        ),
         state_method: str = _flag("--state-method", "One state method"),
         tree: str = _flag("--tree", "One draft tree, e.g. 2,2,2"),
         trace: str = _flag("--trace", "A shipped trace or a CSV file"),
@@ -95,8 +115,9 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
     return command
 
 
-def _flag(name: str, text: str) -> Any:
-    return typer.Option(None, name, help=f"{text}; in place of the scenario's.", rich_help_panel="Scenario")
+def _flag(name: str, text: str, engine: str = "") -> Any:
+    whose = f" ({engine})" if engine else ""
+    return typer.Option(None, name, help=f"{text}; in place of the scenario's{whose}.", rich_help_panel="Scenario")
 
 
 def load(scenario: Path, flags: Mapping[str, Any]) -> dict[str, Any]:

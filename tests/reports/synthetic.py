@@ -17,6 +17,8 @@ from typing import Any
 GIB = 2**30
 COLUMNS = [
     "cell",
+    "engine",
+    "engine_options",
     "model",
     "gpu",
     "tensor_parallel_size",
@@ -148,6 +150,8 @@ def row(cell: int, method: str, tree: str, budget: float, load: float, /, **sett
     base: dict[str, Any] = dict.fromkeys(COLUMNS, 0)
     base |= {
         "cell": f"c{cell:04d}",
+        "engine": "vllm",
+        "engine_options": "",
         "model": "Qwen3.5-35B-A3B",
         "gpu": "h200",
         "tensor_parallel_size": 1,

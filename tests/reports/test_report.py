@@ -268,7 +268,7 @@ def test_combinations_not_run_are_counted_once_and_name_their_model(tmp_path: Pa
     rows = sweep(loads=(8,)) + sweep(loads=(8,), model="Qwen3.5-27B")
     text = words(report(tmp_path, rows, record(skipped=[entry, dict(entry)])))
     assert "1 combination skipped" in text
-    assert "model state method tree gpu_memory_utilization load combinations reason" in text
+    assert "model state method tree memory budget load combinations reason" in text
     assert "Qwen3.5-35B-A3B recurrent none 0.6" in text
 
 

@@ -10,5 +10,6 @@ from simulator import jit
 
 def test_every_module_with_compiled_functions_is_in_the_caches_hash() -> None:
     folder = Path(simulator.__file__).parent
-    compiled = {path.name for path in folder.glob("*.py") if "\n@njit(" in path.read_text(encoding="utf-8")}
+    modules = [path for path in folder.rglob("*.py") if "\n@njit(" in path.read_text(encoding="utf-8")]
+    compiled = {path.relative_to(folder).as_posix() for path in modules}
     assert compiled == set(jit._COMPILED)
