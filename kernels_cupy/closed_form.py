@@ -22,8 +22,8 @@ from lab.methods.protocol import Operands
 WARPS = 4
 #: Dynamic shared memory of one CTA on sm_90 and sm_100 (sm_80 has 163 KiB).
 MAX_SHARED_BYTES = 227 * 1024
-#: Rows of a path from which on L is kept to 24 bits: 17 bits would cost 1e-5 when all keys of 32 rows are nearly one.
-LONG_PATH = 20
+#: Paths of more rows keep L to 24 bits: 17 bits cost 2.6e-5 on 64 rows that write nearly one key without decay.
+LONG_PATH = 16
 _NO_ARRAY = np.uint64(0)
 
 

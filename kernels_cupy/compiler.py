@@ -6,7 +6,9 @@ A variant is a source file and the macros that specialise it. CuPy keeps the mac
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,13 +28,15 @@ KERNELS = {
     "serial.cu": ("recur", "scatter_states"),
 }
 
-#: What the kernels of the state methods compute and how they are launched.
+#: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
     *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "verify.cu")),
     "arrays.py", "closed_form.py", "serial.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
 TIMED = ("steps.py", "timer.py")
+#: What records of their correctness run them through and compare them with.
+PROVED = ("sessions.py", "reference.py")
 
 
 @cache
@@ -70,8 +74,8 @@ def source_text(file: str) -> str:
 
 
 def kernel_hash() -> str:
-    """Hash of the kernels of the state methods and their launchers: what a record of their correctness holds for."""
-    return _hash(LAUNCHED)
+    """Hash of the state methods' kernels, launchers and sessions: what a record of correctness holds for."""
+    return _hash(LAUNCHED + PROVED)
 
 
 def source_hash() -> str:
@@ -107,3 +111,14 @@ def _kernel(file: str, name: str, options: tuple[str, ...], shared_bytes: int) -
 def kernel(file: str, name: str, shared_bytes: int = 0, **macros: int) -> Any:
     """A compiled kernel, ready to be launched with up to `shared_bytes` of dynamic shared memory."""
     return _kernel(file, name, macro_options(macros), shared_bytes)
+
+
+def compile_variants(file: str, name: str, variants: Iterable[Mapping[str, int]], processes: int) -> None:
+    """Fill CuPy's disk cache with variants of a kernel, given by their macros, several at a time."""
+    distinct = sorted({tuple(sorted(macros.items())) for macros in variants}, reverse=True)
+    with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(distinct)))) as pool:
+        pool.starmap(_compile, [(file, name, macros) for macros in distinct], chunksize=1)
+
+
+def _compile(file: str, name: str, macros: tuple[tuple[str, int], ...]) -> None:
+    kernel(file, name, **dict(macros)).attributes  # noqa: B018 - reading the attributes loads the module

@@ -2,7 +2,7 @@
 
 `python -m kernels_cupy.drift --out drift.json [--steps 10000]` prints, for every method, tree and kind of decay, the
 relative error of the committed state (worst request and head) at several step counts, and its ratio to the plain fp32
-recurrence. One step in eight commits nothing.
+recurrence. One step in eight commits nothing, except where one row is decoded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ GROUPS = {
 #: exp(g) by head, from slow to fast: as trained layers have it, and so slow that errors have 10,000 steps to pile up.
 DECAYS = {"trained": (1e-4, 0.1), "slow": (1e-7, 1e-3)}
 BATCH, PREPARED = 4, 97
-#: Largest error of the committed state, and how much larger it may be at the last mark than at any earlier one.
-LIMIT, GROWTH = 1e-5, 3.0
+#: Largest error of the committed state, and how much larger it may be at the end than after 3 % of the steps.
+LIMIT, GROWTH = 1e-5, 2.0
 #: Methods whose published record formats round more than fp32 does: shown, not judged.
 ROUNDED_RECORDS = ("replayssm",)
 #: What the others are compared with; their own growth is what fp32 does.
@@ -106,7 +106,7 @@ def failures(method: str, errors: list[float]) -> list[str]:
     if method in ROUNDED_RECORDS or method in PLAIN:
         return [] if np.isfinite(errors).all() else ["not finite"]
     found = [] if all(error <= LIMIT for error in errors) else [f"above {LIMIT:.0e}"]
-    if not errors[-1] <= max(GROWTH * max(errors[:-1], default=errors[-1]), LIMIT / 4):
+    if not errors[-1] <= GROWTH * errors[min(1, len(errors) - 1)]:
         found.append("grows")
     return found
 

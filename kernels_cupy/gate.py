@@ -16,8 +16,9 @@ import json
 import multiprocessing
 import sys
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 from kernels_cupy import reference
 from kernels_cupy.arrays import state_bits
 from kernels_cupy.closed_form import MAX_SHARED_BYTES, VerifyPlan
-from kernels_cupy.compiler import kernel, kernel_hash, load_cupy
+from kernels_cupy.compiler import compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
 from kernels_cupy.device import device_record
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
@@ -42,8 +43,8 @@ LIMITS = {
 }
 #: replayssm keeps u in bf16, which rounds the state it stands for.
 REPLAYSSM = {"u": 4e-3, "state": 2e-2}
-#: A flush inside the verification may round a number to its other neighbour, and goes on with it.
-FLUSH_BF16 = {"u": 5e-4, "output": 5e-3}
+#: A flush inside the verification may round numbers to their other neighbours, 2^-8 away, and goes on with them.
+FLUSH_BF16 = {"u": 5e-4, "output": 8e-3}
 #: A storeall tree with a bf16 state rounds every row's state, which its children start from.
 STOREALL_BF16 = {"output": 5e-2, "state": 2e-2}
 
@@ -144,7 +145,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     """Worst errors of one case: `u`, `output`, `state`, and how far `materialise` is from the stored state."""
     cp = load_cupy()
     heads = case.heads
-    rng = np.random.default_rng([seed, case.rows, case.max_path, case.batch, case.value_heads])
+    rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])  # no two cases see the same trees
     spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
     slots = case.batch + 2
     indices = rng.permutation(slots)[: case.batch].astype(np.int32)
@@ -288,17 +289,6 @@ def failures(case: Case, worst: dict[str, float]) -> list[str]:
     return [kind for kind, value in worst.items() if not value <= limits[kind]]
 
 
-def compile_plans(plans: Iterable[VerifyPlan], processes: int) -> None:
-    """Fill CuPy's disk cache with the verifications of all plans, several at a time."""
-    variants = sorted({tuple(sorted(plan.macros.items())) for plan in plans}, key=lambda macros: -dict(macros)["TILES"])
-    with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(variants)))) as pool:
-        pool.map(compile_variant, variants, chunksize=1)
-
-
-def compile_variant(macros: tuple[tuple[str, int], ...]) -> None:
-    kernel("verify.cu", "verify", **dict(macros)).attributes  # noqa: B018 - reading the attributes loads the module
-
-
 def case_record(case: Case) -> dict[str, Any]:
     """The case, its worst errors, and what failed."""
     try:
@@ -335,8 +325,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one head grouping and four sizes")
     options = parser.parse_args()
     start = time.perf_counter()
-    wanted = list(cases(options.trees, options.quick))
-    compile_plans({case.plan for case in wanted if case.plan}, options.processes)
+    wanted = [
+        case
+        for case in cases(options.trees, options.quick)
+        if case.plan is None or case.plan.shared_bytes <= shared_bytes_per_cta()
+    ]
+    plans = [case.plan.macros for case in wanted if case.plan]
+    compile_variants("verify.cu", "verify", plans, options.processes)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         record = pool.map(case_record, wanted, chunksize=1)

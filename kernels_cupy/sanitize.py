@@ -1,49 +1,65 @@
-"""Every kernel and plan on small shapes, for compute-sanitizer: sessions of all methods, the copies of the bench.
+"""Every kernel and plan on small shapes under compute-sanitizer: sessions of all methods, the copies of the bench.
 
-`compute-sanitizer --tool memcheck --error-exitcode 1 python -m kernels_cupy.sanitize` and likewise with racecheck,
-initcheck and synccheck. CuPy's memory pool is off, so that each array is an allocation of its own.
+`python -m kernels_cupy.sanitize --record sanitizer.txt` runs the four tools side by side and writes what they found;
+without `--record` it runs the sessions alone, as a tool wants them. CuPy's memory pool is off, so that each array is an
+allocation of its own.
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from kernels_cupy import reference, timer
-from kernels_cupy.compiler import load_cupy
-from kernels_cupy.gate import DECODING, Case, planned, shapes_of
+from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.compiler import kernel_hash, load_cupy
+from kernels_cupy.device import device_record
+from kernels_cupy.gate import Case
+from kernels_cupy.gate import cases as gate_cases
 from kernels_cupy.sessions import SESSIONS
+from lab.errors import MissingError
 from lab.methods.protocol import SessionSpec
 
-#: Key and value heads, head dimension, and rows with the longest path.
-SHAPES = (
-    *(((1, 2, 128), size) for size in ((1, 1), (3, 3), (16, 6), (17, 6), (17, 17), (40, 6))),
-    *(((1, value_heads, 128), (8, 4)) for value_heads in (1, 3, 4, 8)),
-    ((1, 2, 64), (16, 6)), ((1, 4, 128), (64, 6)),
-)  # fmt: skip
+#: Parts that run side by side under each tool.
+PARTS = 3
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+#: Rows of a tree and the longest path, for the serial methods.
+SIZES = ((1, 1), (3, 3), (16, 6), (17, 17))
 
 
-def cases() -> Iterator[Case]:
-    """Small sessions: every method on the first shapes; where heads differ, one method of each kernel."""
-    for dtype, ((HK, HV, dim), (rows, path)) in itertools.product(("float32", "bfloat16"), SHAPES):
-        for method in SESSIONS if (HK, HV, dim) == (1, 2, 128) else ("recurrent", "storeall", "bole", "treelog"):
-            size = (1, 1) if method in DECODING else (rows, path)
-            for chain in shapes_of(method, *size):
-                case = Case(method, dtype, HK, HV, dim, *size, chain, 3, log_rows=2 if method == "deltalog" else 0)
-                yield from planned(case)
+def cases() -> list[Case]:
+    """A small session of every plan that the gate runs, of every log method on a chain, and of the serial methods."""
+    by_plan: dict[VerifyPlan, Case] = {}
+    others = []
+    for case in gate_cases(trees=1):
+        if case.key_heads == 16:
+            continue
+        small = replace(case, batch=3, steps=3)
+        if case.plan is None:
+            if (case.rows, case.max_path) in SIZES:
+                others.append(small)
+        else:  # plans say how many value heads share a block, not how many there are
+            by_plan.setdefault(case.plan, small)
+            if case.plan.heads_per_cta == 2 and (case.rows, case.max_path) in SIZES:
+                others.append(small)
+    return list(dict.fromkeys([*others, *by_plan.values()]))
 
 
 def run(case: Case, rng: np.random.Generator) -> None:
-    """Four steps of one session, one request of it padding, then a flush."""
+    """A few steps of one session, one request of it padding, then a flush."""
     cp, heads = load_cupy(), case.heads
     spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
     session.plan = case.plan
-    for _ in range(4):
+    for _ in range(case.steps):
         parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
         if not case.chain:
             parents = reference.random_parents(rng, case.batch, case.rows, case.max_path)
@@ -53,17 +69,59 @@ def run(case: Case, rng: np.random.Generator) -> None:
     session.materialise(0)
 
 
+def record(path: Path) -> int:
+    """Run this module under every tool, in parts side by side, and write a line for each; 1 on any finding."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        raise MissingError("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    here = [sys.executable, "-m", "kernels_cupy.sanitize", "--part"]
+    running = {
+        name: [
+            subprocess.Popen(
+                [tool, "--error-exitcode", "1", "--tool", name, *here, str(part)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for part in range(PARTS)
+        ]
+        for name in TOOLS
+    }  # fmt: skip
+    lines = [
+        f"compute-sanitizer --tool TOOL --error-exitcode 1 python -m kernels_cupy.sanitize, on "
+        f"{device_record()['name']}; kernels {kernel_hash()}"
+    ]
+    failed = False
+    for name, processes in running.items():
+        outputs = [process.communicate()[0] for process in processes]
+        failed |= any(process.returncode for process in processes)
+        sessions = sum(int(found[1]) for output in outputs if (found := re.search(r"(\d+) sessions", output)))
+        errors = [int(found[1]) if (found := re.search(r"SUMMARY: (\d+)", output)) else None for output in outputs]
+        total = sum(error or 0 for error in errors)
+        lines.append(f"{name:10} {sessions} sessions, {total} {'hazards' if name == 'racecheck' else 'errors'}")
+        print(lines[-1], flush=True)
+        for output, process in zip(outputs, processes, strict=True):
+            if process.returncode:
+                print(output[-4000:], file=sys.stderr)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(failed)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Run every kernel and plan on small shapes, for compute-sanitizer.")
+    parser.add_argument("--record", type=Path, help="run all tools and write what they found here")
+    parser.add_argument("--part", type=int, help=f"run one of {PARTS} parts of the sessions (default all)")
+    options = parser.parse_args()
+    if options.record:
+        return record(options.record)
     cp = load_cupy()
     cp.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
-    wanted = list(dict.fromkeys(cases()))
+    wanted = cases()[options.part :: PARTS] if options.part is not None else cases()
     for case in wanted:
         run(case, rng)
     timer.copy_bandwidth(1 << 20)
     timer.read_bandwidth(1 << 20)
     cp.cuda.Device().synchronize()
-    print(f"{len(wanted)} sessions, {len({case.plan for case in wanted})} plans")
+    print(f"{len(wanted)} sessions, {len({case.plan for case in wanted if case.plan})} plans")
     return 0
 
 

@@ -61,7 +61,7 @@ class DraftTree:
 
     @classmethod
     def binary(cls, drafts: int) -> DraftTree:
-        """Every row has two children, filled breadth first."""
+        """Row r hangs under row (r - 1) // 2: two children each, breadth first, until the drafts are used up."""
         return cls((-1, *((row - 1) // 2 for row in range(1, drafts + 1))))
 
     @classmethod

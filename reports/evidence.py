@@ -92,17 +92,20 @@ def alone(folder: Path = H200) -> dict[str, dict[str, tuple[float, float]]]:
     }
 
 
-def spread(folder: Path = H200) -> dict[str, float]:
-    """Median and largest distance of the 20th and 80th percentile over the median, rows, fewest samples of a row."""
+def spread(folder: Path = H200) -> dict[str, Any]:
+    """Distance of the 20th and 80th percentile over the median: of the median and the worst row, and which that is."""
     rows = read_rows(folder / ROWS_FILE)
-    values = sorted(
-        (row.latency_us_p80 - row.latency_us_p20) / row.latency_us_p50
+    timed = [
+        ((row.latency_us_p80 - row.latency_us_p20) / row.latency_us_p50, row)
         for row in rows
         if row.latency_us_p50 and row.latency_us_p20 and row.latency_us_p80
-    )
+    ]
+    timed.sort(key=lambda pair: pair[0])
+    worst, row = timed[-1]
     return {
-        "median": values[len(values) // 2],
-        "worst": values[-1],
+        "median": timed[len(timed) // 2][0],
+        "worst": worst,
+        "worst_row": f"{row.phase} of {row.method}, {row.tree}, batch {row.batch}, {row.latency_us_p50:.1f} µs",
         "rows": len(rows),
         "samples": min(row.samples for row in rows),
     }

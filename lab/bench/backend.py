@@ -38,8 +38,8 @@ class Backend(Protocol):
     name: str
     methods: tuple[str, ...]
     timers: tuple[str, ...]
-    #: Processes that may compute the oracle's runs while the device is measured.
-    gate_processes: int
+    #: Processes that may compile, and compute the oracle's runs, while the device is measured.
+    host_processes: int
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile what the points need, if that is worth doing at once."""

@@ -41,7 +41,7 @@ class CpuBackend:
     name = "cpu"
     methods = tuple(SESSIONS)
     timers: tuple[str, ...] = ("eager",)
-    gate_processes = 1
+    host_processes = 1
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Numba compiles while the gate runs."""

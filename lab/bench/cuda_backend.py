@@ -5,7 +5,6 @@ Importing it needs no GPU; making a `CudaBackend` does, and raises `MissingError
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
 from kernels_cupy.closed_form import VerifyPlan
-from kernels_cupy.compiler import kernel, load_cupy
+from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.sessions import SESSIONS
 from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
 from lab.bench.backend import Effort, PhaseTiming
@@ -47,16 +46,13 @@ class CudaBackend:
     def __init__(self, eager: bool = False) -> None:
         load_cupy()
         self.timers: tuple[str, ...] = ("graph", "eager") if eager else ("graph",)
-        self.gate_processes = min(len(os.sched_getaffinity(0)) - 1, 12)
+        self.host_processes = 1 if eager else max(1, min(len(os.sched_getaffinity(0)) - 1, 12))  # eager times the host
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile the verification variants of all points in parallel processes; they stay in CuPy's disk cache."""
-        plans = {plan for point in points if (plan := self.variant(point)) is not None}
-        macros = sorted({tuple(sorted(plan.macros.items())) for plan in plans})
-        if len(macros) > 2:
-            processes = min(len(macros), max(self.gate_processes, 1))
-            with multiprocessing.get_context("spawn").Pool(processes) as pool:
-                pool.map(_compile, macros, chunksize=1)
+        variants = [plan.macros for point in points if (plan := self.variant(point)) is not None]
+        if len(variants) > 2:
+            compile_variants("verify.cu", "verify", variants, self.host_processes)
 
     def limits(self, point: Point) -> GateErrors:
         rounds = point.heads.state_dtype == "bfloat16" or point.method == "replayssm"
@@ -97,7 +93,10 @@ class CudaBackend:
         needed = copies * self._layers(shape) * shape.layer_bytes() + 20 * elements
         free, _ = cp.cuda.runtime.memGetInfo()
         if needed > 0.9 * free:
-            return f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
+            return (
+                f"needs {needed / 2**30:.0f} GiB, 90 % of the {free / 2**30:.0f} GiB that are free may be used; give a "
+                "smaller --batch or --tree"
+            )
         return None
 
     def phases(self, point: Point) -> tuple[str, ...]:
@@ -153,8 +152,3 @@ class CudaBackend:
 
 def _shape(point: Point) -> Shape:
     return Shape(point.method, point.heads, point.batch, point.tree)
-
-
-def _compile(macros: tuple[tuple[str, int], ...]) -> None:
-    """Compile one variant in a process of its own; reading its attributes loads it."""
-    kernel("verify.cu", "verify", **dict(macros)).attributes  # noqa: B018

@@ -1,17 +1,17 @@
 """The bench's gate: two requests against the oracle, repeated over a batch, until every log has been flushed.
 
-The oracle runs once per heads and tree; every method, state type and batch is then compared with it. Request b of a
-batch is a copy of template b mod 2, in a state slot of its own.
+The oracle runs once per heads and tree; every method and state type is then compared with it, each variant of its
+kernels at the first batch that runs it. Request b of a batch is a copy of template b mod 2, in a state slot of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,19 +70,13 @@ class GateErrors:
         return ", ".join(parts) or None
 
 
-def reference(heads: LayerHeads, tree: DraftTree) -> Reference:
-    """The oracle's run for these heads (the state type does not matter to it) and tree.
-
-    Template 0 accepts the deepest row every step, template 1 random rows, for as many steps as it takes every log to
-    fill up and be flushed. Kept for the last two calls.
-    """
-    return _reference(*_key(heads, tree))
-
-
 class References:
-    """The oracle's runs for the points of a bench, in their order: made when asked for, or ahead by other processes."""
+    """The oracle's runs for the points of a bench, in their order: made when asked for, or ahead by other processes.
 
-    def __init__(self, points: Iterable[tuple[LayerHeads, DraftTree]], processes: int) -> None:
+    Called with heads (their state type does not matter to the oracle) and a tree; the last run is kept.
+    """
+
+    def __init__(self, points: Iterable[tuple[LayerHeads, DraftTree]] = (), processes: int = 1) -> None:
         keys = dict.fromkeys(_key(*point) for point in points)
         self._pool = None
         self._ahead: dict[tuple[LayerHeads, DraftTree], Future[Reference]] = {}
@@ -95,12 +89,18 @@ class References:
         key = _key(heads, tree)
         if self._last is None or self._last[0] != key:
             ahead = self._ahead.pop(key, None)
-            self._last = key, ahead.result() if ahead else _reference(*key)
+            try:
+                found = ahead.result() if ahead else _reference(*key)
+            except BrokenProcessPool:  # a process was killed, say for its memory
+                found = _reference(*key)
+            self._last = key, found
         return self._last[1]
 
-    def close(self) -> None:
-        """Stop what is still being made."""
-        if self._pool:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool:  # what is still being made is of no use now
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -108,8 +108,8 @@ def _key(heads: LayerHeads, tree: DraftTree) -> tuple[LayerHeads, DraftTree]:
     return replace(heads, state_dtype="float32"), tree
 
 
-@lru_cache(maxsize=2)
 def _reference(heads: LayerHeads, tree: DraftTree) -> Reference:
+    """Template 0 accepts the deepest row every step, template 1 random rows, until every log has been flushed."""
     spec = SessionSpec.for_tree(heads, tree, TEMPLATES)
     rng = np.random.default_rng([heads.key_heads, heads.value_heads, tree.num_rows, tree.max_depth])
     path = tree.max_depth + 1

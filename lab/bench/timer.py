@@ -1,6 +1,6 @@
 """Repeats a call until its median is known well enough: stop rules as small objects, a timer over a clock.
 
-Times are microseconds. The CUDA backend samples with events of its own and shares the stop rules' meaning.
+Times are microseconds. The CUDA backend samples with events of its own and takes the stop rules from here.
 """
 
 from __future__ import annotations

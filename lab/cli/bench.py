@@ -29,7 +29,7 @@ def command(
     tensor_parallel_size: str = typer.Option(None, "--tensor-parallel-size", help="Sizes, by commas (1)."),
     state_dtype: str = typer.Option(None, "--state-dtype", help="float32, bfloat16, or both by a comma."),
     batch: str = typer.Option(None, "--batch", help="Requests, by commas, e.g. 1,32,256."),
-    tree: list[str] = typer.Option(None, "--tree", help="Draft tree such as 1,1,1, 2,2,2 or chain:0. Repeatable."),
+    tree: list[str] = typer.Option(None, "--tree", help="Draft tree: 1,1,1, 2,2,2, chain:0, binary:15, … Repeatable."),
     phase: str = typer.Option(None, "--phase", help="verify, commit, flush, step, by commas (default: all)."),
     eager: bool = typer.Option(False, "--eager", help="Also time launches without a CUDA graph (cuda)."),
     quick: bool = typer.Option(False, "--quick", help="A small grid with short timings; under a minute on a CPU."),
@@ -189,7 +189,7 @@ def _effort(backend: str, quick: bool) -> Effort:
     from lab.bench.backend import Effort
 
     if backend == "cuda":  # the layers' buffers follow from the cache
-        return Effort(0.003, 0.05, 9, 0)
+        return Effort(0.01, 0.01, 9, 0) if quick else Effort(0.003, 0.05, 9, 0)
     return Effort(0.01, 0.2, 9, 64 << 20) if quick else Effort()
 
 

@@ -16,14 +16,14 @@ from lab.bench import cuda_backend
 from lab.bench.backend import Effort
 from lab.bench.cuda_backend import CudaBackend
 from lab.bench.points import Point
-from lab.bench.reference import reference
+from lab.bench.reference import References
 from lab.bf16 import from_bits, to_bits
 from lab.cpu import SESSIONS
 from lab.errors import MissingError
 from lab.methods import get_method
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
-from lab.trees import DraftTree
+from lab.trees import DraftTree, parse_tree
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 HEADS = LayerHeads(16, 32, 128, 128, "float32")
@@ -145,7 +145,7 @@ def test_the_gate_hands_over_bits_and_compares_with_the_oracle(fake_gpu: Any, mo
     monkeypatch.setattr(cuda_backend, "SESSIONS", {"treelog": HostSession})
     heads = LayerHeads(1, 2, 32, 32, "float32")
     backend, where = CudaBackend(), point("treelog", "tree", batch=5, heads=heads)
-    errors = backend.gate(where, reference(heads, where.tree))
+    errors = backend.gate(where, References()(heads, where.tree))
     assert errors.excess(backend.limits(where)) is None
     assert errors.state < 1e-6
     assert 1e-3 < errors.output < backend.limits(where).output, "outputs are rounded to bfloat16"
@@ -155,7 +155,7 @@ def test_a_point_larger_than_the_free_memory_is_refused(fake_gpu: Any) -> None:
     backend = CudaBackend()
     assert backend.refusal(point("treelog", "tree", batch=256)) is None
     large = Point("storeall", LayerHeads(16, 64, 128, 128, "float32"), 512, DraftTree.chain(40), "chain:40")
-    assert "GiB are free" in str(backend.refusal(large))
+    assert "GiB that are free may be used; give a smaller --batch" in str(backend.refusal(large))
 
 
 def test_batches_that_run_other_kernels_are_variants_of_their_own(fake_gpu: Any) -> None:
@@ -163,3 +163,26 @@ def test_batches_that_run_other_kernels_are_variants_of_their_own(fake_gpu: Any)
     assert backend.variant(point("storeall", "tree")) is None
     assert backend.variant(point("treelog", "tree", 256)) == backend.variant(point("treelog", "tree", 257))
     assert backend.variant(point("treelog", "tree", 256)) != backend.variant(point("treelog", "tree", 1))
+
+
+@pytest.mark.parametrize("tree", ["chain:1", "chain:3", "chain:7", "2,2,2", "binary:15"])
+@pytest.mark.parametrize("batch", [64, 256])
+def test_as_many_requests_flush_in_one_step_as_in_another(tree: str, batch: int) -> None:
+    shape = Shape("treelog", HEADS, batch, parse_tree(tree))
+    committed, turns = shape.committed(), shape.turns()
+    capacity, reserve = shape.log_limits
+    length = committed * (turns + 1)
+    flushes = []
+    for _ in range(30):
+        flushed = length + reserve > capacity
+        length = np.where(flushed, committed, length + committed)
+        flushes.append(int(flushed.sum()))
+    classes = len(set(committed.tolist()))
+    assert max(flushes) - min(flushes) <= classes, flushes
+    assert np.mean(flushes) == pytest.approx(float(np.sum(1 / shape.cycles())), rel=0.05)
+
+
+def test_the_mean_of_committed_rows_is_that_of_the_point() -> None:
+    for batch in (16, 64, 256):
+        shape = Shape("treelog", HEADS, batch, DraftTree.chain(3))
+        assert shape.committed().mean() == pytest.approx(2.4, abs=1 / batch)

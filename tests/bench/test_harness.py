@@ -30,12 +30,13 @@ class FakeBackend:
     name = "cuda"
     methods = ("treelog",)
     timers: tuple[str, ...] = ("graph",)
-    gate_processes = 1
+    host_processes = 1
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.errors = GateErrors(1e-7, 1e-7)
         self.moved = 50.0
+        self.named: tuple[str, ...] = ("verify", "step")
         self.read: float | None = 1.04e6
         self.no_room_for = 10**9
         self.clock_mhz = [1980, 1980]
@@ -57,7 +58,7 @@ class FakeBackend:
         return "too large" if point.batch > 1000 else None
 
     def phases(self, point: Point) -> tuple[str, ...]:
-        return ("verify", "step")
+        return self.named
 
     def bytes_moved(self, point: Point, phase: str) -> float:
         return self.moved
@@ -120,8 +121,8 @@ def test_more_than_reading_alone_reaches_is_an_error_on_a_gpu_and_nothing_on_a_c
     backend.moved = 105.0
     result = bench(backend, [point()], phases=("step",))
     assert result.red == [
-        f"{point()}, step (graph): 105.0 % of the copy bandwidth, of which reading alone reaches 104.0 %; its bytes or "
-        "its time must be wrong"
+        f"{point()}, step (graph): 105.0 % of the copy bandwidth, of which this phase can reach 104.0 %; its bytes "
+        "or its time must be wrong"
     ]
     backend = FakeBackend()
     backend.moved = 103.0
@@ -129,6 +130,11 @@ def test_more_than_reading_alone_reaches_is_an_error_on_a_gpu_and_nothing_on_a_c
     assert result.red == []
     assert result.rows[0].pct_copy_bandwidth == pytest.approx(103)
     assert result.device["read_bandwidth_bytes_per_s"] == 1_040_000
+    backend = FakeBackend()
+    backend.moved, backend.named = 103.0, ("verify", "commit")
+    assert [line.split(", ")[-1][:26] for line in bench(backend, [point()]).red] == ["of which this phase can re"], (
+        "a commit writes what it reads"
+    )
     backend = FakeBackend()
     backend.moved, backend.read = 105.0, None
     result = bench(backend, [point()])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.bench.reference import GateErrors, gate_session, reference
+from lab.bench.reference import GateErrors, References, gate_session
 from lab.cpu import SESSIONS
 from lab.methods import get_method
 from lab.methods.base import LayerHeads
@@ -24,7 +24,7 @@ def place(operands: Operands, template: np.ndarray) -> Operands:
 
 
 def gate(make: Any, tree: DraftTree, batch: int = 5) -> GateErrors:
-    known = reference(HEADS, tree)
+    known = References()(HEADS, tree)
     return gate_session(make, HEADS, batch, known, place=place, spread=lambda states, template: states[template])
 
 
@@ -87,7 +87,8 @@ def test_the_error_that_is_too_large_is_named() -> None:
 
 def test_the_reference_does_not_depend_on_the_state_type() -> None:
     bf16 = LayerHeads(1, 2, 32, 32, "bfloat16")
-    assert reference(HEADS, TREES["chain"]) is reference(bf16, TREES["chain"])
+    known = References()
+    assert known(HEADS, TREES["chain"]) is known(bf16, TREES["chain"])
 
 
 def test_a_batch_of_one_is_gated_too() -> None:
@@ -99,3 +100,11 @@ def test_a_batch_of_one_is_gated_too() -> None:
 
     assert gate(make, TREES["tree"], batch=1).excess(GateErrors(1e-5, 1e-5)) is None
     assert seen == [1]
+
+
+def test_runs_made_ahead_by_other_processes_are_the_same() -> None:
+    points = [(LayerHeads(1, value_heads, 32, 32, "float32"), DraftTree.chain(1)) for value_heads in (1, 2, 3)]
+    with References(points, 2) as ahead:
+        for point in points:
+            np.testing.assert_array_equal(ahead(*point).final, References()(*point).final)
+        assert ahead(*points[-1]) is ahead(*points[-1]), "the last one is kept"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import kernels_cupy
-from kernels_cupy.compiler import kernel_hash
+from kernels_cupy.compiler import LAUNCHED, SOURCE_DIR, kernel_hash
+from kernels_cupy.sanitize import TOOLS
+from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
 from lab.bench.sources import source_files, source_hash, staleness
 from lab.profiles.folders import SHIPPED, is_profile, read_device
@@ -68,7 +71,18 @@ def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path) -
     for name in ("gate.json", "drift.json"):
         record = json.loads((folder / name).read_text(encoding="utf-8"))
         assert record["kernel_hash"] == kernel_hash(), f"{name}: run python -m kernels_cupy.{name[:-5]} on a GPU again"
-    assert kernel_hash() in (folder / "sanitizer.txt").read_text(encoding="utf-8")
+    text = (folder / "sanitizer.txt").read_text(encoding="utf-8")
+    assert kernel_hash() in text
+    said = {line.split()[0]: line for line in text.splitlines()[1:]}
+    sessions = f"{len(sanitized_cases())} sessions"
+    assert sorted(said) == sorted(TOOLS)
+    assert all(sessions in line and re.search(r"\b0 (errors|hazards)", line) for line in said.values())
+
+
+def test_every_cuda_source_belongs_to_a_record() -> None:
+    assert {path.name for path in SOURCE_DIR.iterdir()} == {
+        Path(name).name for name in LAUNCHED if name.startswith("src/")
+    }
 
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")

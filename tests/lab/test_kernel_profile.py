@@ -226,3 +226,17 @@ def test_a_stale_record_is_told_by_every_source(profile: KernelProfile, tmp_path
     stale = load_profile(write_profile(tmp_path / "stale", stale_reason="comments only"))
     assert GpuKernels(stale).describe().endswith("; stale record: comments only")
     assert GpuKernels(profile).describe("x stands in") == "extrapolated: step kernels on NVIDIA H200; x stands in"
+
+
+def test_what_validation_says_of_the_h200_kernels() -> None:
+    rows = {
+        (at.method, at.phase, at.key_heads, at.value_heads, at.state_dtype, at.batch, at.tree): at
+        for at in load_profile(folders.SHIPPED / "h200").rows
+    }
+    for (method, phase, *where), ours in rows.items():
+        if (method, phase, where[4]) == ("treelog", "step", "binary:15") and where[3] >= 32:
+            other = rows["treewy", "step", *where]
+            assert ours.latency_us_p50 < other.latency_us_p50, where  # type: ignore[operator]
+    commit = rows["bole", "commit", 16, 32, "float32", 256, "binary:15"]
+    assert commit.pct_copy_bandwidth is not None
+    assert commit.pct_copy_bandwidth >= 85
