@@ -26,6 +26,7 @@ KERNELS = {
     "commit.cu": ("fold_rows",),
     "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes", "read_bytes"),
     "serial.cu": ("recur", "scatter_states"),
+    "attention.cu": ("verify_attention", "combine_attention"),
 }
 
 #: What the kernels of the state methods are launched from, beside their CUDA sources.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lab
+from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
 from simulator.records import part_files
@@ -74,7 +75,7 @@ def load_result(folder: Path) -> dict[str, Any] | None:
 def cell_key(cell: Scenario, keep_steps: bool) -> str:
     """Hash of all that a cell's result depends on: the scenario, the files it names, the version."""
     digest = hashlib.sha256(f"{lab.__version__} {SCHEMA_VERSION} {keep_steps} {cell.model_dump_json()}".encode())
-    digest.update(f"{tables_digest(cell.gpu)} {kernels_record(cell.gpu)}".encode())
+    digest.update(f"{tables_digest(cell.gpu)} {kernels_record(cell.gpu)} {attention_record(cell.gpu)}".encode())
     for name in (cell.model, str(Path(cell.model) / "config.json"), cell.workload.trace, cell.speculation.tree):
         if name is not None and Path(name).is_file():
             digest.update(Path(name).read_bytes())

@@ -15,6 +15,7 @@ import numpy as np
 
 from lab.errors import InfeasibleError, UsageError
 from lab.methods import LayerHeads, StateMethod
+from lab.profiles.attention import gpu_attention
 from lab.profiles.grids import Floats
 from lab.profiles.operators import MOE_ESTIMATED, OperatorTables, UncoveredShapeError, load_tables
 from lab.shapes import ModelShape
@@ -117,7 +118,9 @@ def build_step_cost(
             tree.width_by_depth,
             engine.max_num_seqs,
         )
-        attention = decode_attention_cost(shape, tables.gpu, tp, kv_dtype, tree.num_rows, tree.width_by_depth)
+        attention = decode_attention_cost(
+            shape, tables.gpu, tp, kv_dtype, tree.num_rows, tree.width_by_depth, gpu_attention(gpu)
+        )
         prefill = prefill_attention_cost(shape, tables.gpu, tp, kv_dtype, engine.max_model_len)
         chunk = prefill_state_cost(shape, kernels, engine.max_num_batched_tokens)
         batching = prompt_batching(tables, AttentionHeads.of(shape, kv_dtype, tp), kernels)
@@ -145,7 +148,7 @@ def build_step_cost(
             batch_state=batching.state,
             limits=np.array(list(limits), dtype=np.float64),
         ),
-        _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured),
+        _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured, attention.source),
         tables.gpu,
         tree.num_rows,
     )
@@ -162,6 +165,7 @@ def _sources(
     kernels: GdnKernels,
     drafting: IndexedCost,
     measured_state: MeasuredStep | None,
+    verified: str,
 ) -> dict[str, str]:
     """For each term of a step: measured or modelled, and how."""
     rows = "measured: matrix products, experts and all-reduce by operator tables; element-wise kernels by bytes"
@@ -176,9 +180,6 @@ def _sources(
     state = f"modelled: bytes of the phases of {method.name} on the curve of the measured recurrence"
     if is_tabulated(method, heads):
         state = "measured: single-token recurrence and convolution"
-    verified = "measured: decode kernel"
-    if tree.num_rows > 1:
-        verified = "modelled: larger of the decode kernel and the share of a whole prompt; no tree mask"
     if engine.kv_cache_dtype == "fp8" and tables.gpu != "b200":
         verified += "; the rows for an 8-bit cache are slower than the bf16 ones on this GPU"
     if tree.num_drafts == 0:

@@ -19,6 +19,7 @@ import polars as pl
 
 import lab
 from lab.errors import InfeasibleError, UsageError
+from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
@@ -186,6 +187,7 @@ def _run_record(
         "first_cell": cells[0].model_dump(mode="json") if cells else None,
         "operator_tables": {gpu: tables_digest(gpu) for gpu in sorted({cell.gpu for cell in cells})},
         "kernel_profiles": {gpu: kernels_record(gpu) for gpu in sorted({cell.gpu for cell in cells})},
+        "attention_profiles": {gpu: attention_record(gpu) for gpu in sorted({cell.gpu for cell in cells})},
         "workload": [describe(workload) for workload in workloads.values()],
         "acceptance": list(unique["acceptance"].values()),
         "step_cost": list(unique["step_cost"].values()),

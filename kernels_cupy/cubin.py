@@ -1,0 +1,53 @@
+"""Compiles CUDA sources for an architecture of one GPU family (`sm_90a`), which CuPy's own modules cannot name.
+
+Machine code is kept in CuPy's cache folder, so only the first run on a machine pays for compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kernels_cupy.compiler import load_cupy, macro_options, source_text
+
+
+def cubin_kernel(file: str, name: str, arch: str, shared_bytes: int = 0, **macros: int) -> Any:
+    """A kernel compiled for `arch`, ready to be launched with up to `shared_bytes` of dynamic shared memory."""
+    kernel = _module(file, arch, tuple(sorted(macros.items()))).get_function(name)
+    if shared_bytes > 48 * 1024:
+        kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return kernel
+
+
+@cache
+def _module(file: str, arch: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    cp = load_cupy()
+    text, options = source_text(file), (f"-arch={arch}", *macro_options(dict(macros)))
+    key = sha256("\0".join((text, *options, str(cp.cuda.nvrtc.getVersion()))).encode()).hexdigest()
+    path = _cache_folder() / f"{Path(file).stem}-{key[:32]}.cubin"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            part.write(_compile(file, text, options))
+        os.replace(part.name, path)
+    return cp.RawModule(path=str(path))
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def _compile(file: str, text: str, options: tuple[str, ...]) -> bytes:
+    nvrtc = load_cupy().cuda.nvrtc
+    program = nvrtc.createProgram(text, Path(file).name, (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{file} {' '.join(options)}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
