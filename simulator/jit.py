@@ -13,7 +13,17 @@ from typing import Any
 
 import numba
 
-_COMPILED = ("sampling.py", "scheduler.py", "step.py", "stepcost.py")
+_COMPILED = (
+    "blockkeys.py",
+    "blockpool.py",
+    "enginestate.py",
+    "prefixcache.py",
+    "sampling.py",
+    "scheduler.py",
+    "step.py",
+    "stepcost.py",
+    "waitqueue.py",
+)
 
 
 def _cache_dir() -> Path:

@@ -47,7 +47,8 @@ class CostTables(NamedTuple):
     attention of a prompt of p tokens from scratch. `prefill_state_us[s]`: states and convolution of a chunk
     of s prompt tokens. `batch_attn[i, j]` and `batch_state[i, j]`: what is left of the sum of those when a step
     carries `batch_count[i]` prompts of `batch_len[j]` tokens. `limits`: the largest rows, prompt length, decoding
-    requests, chunk, rows with logits and drafting requests inside the measured points.
+    requests, chunk, rows with logits and drafting requests inside the measured points. `copy_us[n]` and
+    `publish_us[n]`: copying the states of n requests to another block, and making those of n requests fit to be cached.
     """
 
     rows_us: Floats
@@ -65,6 +66,8 @@ class CostTables(NamedTuple):
     batch_attn: Floats
     batch_state: Floats
     limits: Floats
+    copy_us: Floats = np.zeros(1)
+    publish_us: Floats = np.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,14 @@ def prefill_us(tables: CostTables, done: int, chunk: int) -> tuple[float, float,
     largest = len(tables.prefill_state_us) - 1
     state = tables.prefill_state_us[min(chunk, largest)] * max(chunk / largest, 1.0)
     return attention, state, end > tables.limits[1] or chunk > tables.limits[3]
+
+
+@njit(inline="always")
+def boundary_us(tables: CostTables, copied: int, published: int) -> float:
+    """Time for the states of requests that move to another block: `copied` of prompts, `published` of decoding ones."""
+    copying: float = tables.copy_us[min(copied, len(tables.copy_us) - 1)]
+    publishing: float = tables.publish_us[min(published, len(tables.publish_us) - 1)]
+    return copying + publishing
 
 
 @njit()

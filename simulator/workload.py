@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.errors import UsageError
+from simulator.blockkeys import PrefixIds
 from simulator.traces import MAX_TOKENS, Trace, load_trace
 
 if TYPE_CHECKING:
@@ -30,12 +31,22 @@ Floats = NDArray[np.float64]
 CLIP_SIGMAS = 3.0
 
 
+class Turns(NamedTuple):
+    """Requests that follow others: `after[i]` is the one in the same block before request i, or -1."""
+
+    after: NDArray[np.int32]  # [n]
+    think_s: float  # from the reply to the next send
+
+
 class RequestBlock(NamedTuple):
-    """Consecutive requests."""
+    """Consecutive requests. What is None: no priorities, every request alone, no prefix shared."""
 
     arrival_s: Floats  # [n] non-decreasing over all blocks; 0 in a closed loop
     prompt_tokens: NDArray[np.int32]  # [n]
     output_tokens: NDArray[np.int32]  # [n]
+    priority: NDArray[np.int32] | None = None  # [n] lower goes first
+    turns: Turns | None = None
+    prefix: PrefixIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
