@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simulator.jit import njit
 
 if TYPE_CHECKING:
-    from simulator.workload import RequestBlock
+    from simulator.requests import RequestBlock
 
 #: Kinds of stream, mixed into keys so that their numbers never meet.
 _SHARED, _UNIT, _STREAM, _OWN = 1, 2, 3, 4

@@ -33,6 +33,7 @@ _LEDGER_FIELDS = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "max_model_len",
+    "enable_prefix_caching",
 )
 
 

@@ -17,10 +17,10 @@ import simpy
 from simulator.blockkeys import block_keys
 from simulator.blockpool import new_pool
 from simulator.enginestate import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
+from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
 from simulator.step import REQUEST, STEP, Records, advance, has_work, needs_backlog
 from simulator.stepcost import CostTables
-from simulator.workload import RequestBlock
 
 #: Records kept in memory before they are handed to the sink.
 BUFFER_RECORDS = 1 << 15
@@ -34,8 +34,8 @@ class EngineConfig:
     """What the scheduler needs to know: limits in rows, requests and tokens, the pool in blocks, host time in µs.
 
     `state_blocks` are those of a running request, at most. With `prefix_caching` they are 2 + `speculative_blocks` in
-    each of `state_groups`; `retention_blocks` says that a state is cached at every so many blocks (0: only at the end of
-    a prompt). `watermark_blocks` stay free when a request is admitted beside others.
+    each of `state_groups`; `retention_blocks` says that a state is cached at every so many blocks (0: only at the end
+    of a prompt). `watermark_blocks` stay free when a request is admitted beside others.
     """
 
     num_blocks: int
@@ -99,14 +99,21 @@ class Engine:
         state["free_blocks"] = config.num_blocks
         state["backlog_low"] = config.max_num_seqs
         state["last_offered_s"] = -np.inf
+        seqs = config.max_num_seqs if config.prefix_caching else 0
         self._queues = Queues(
-            settings,
-            state,
-            np.zeros(0, SLOT),
-            np.zeros(config.max_num_seqs, np.int32),
-            *(np.zeros(0, np.int32) for _ in range(4)),
-            np.zeros((0, self._keyed_blocks), np.int64),
-            *self._block_tables(),
+            settings=settings,
+            state=state,
+            slots=np.zeros(0, SLOT),
+            running=np.zeros(config.max_num_seqs, np.int32),
+            backlog=np.zeros(0, np.int32),
+            waiting=np.zeros(0, np.int32),
+            timers=np.zeros(0, np.int32),
+            free_slots=np.zeros(0, np.int32),
+            keys=np.zeros((0, self._keyed_blocks), np.int64),
+            pool=new_pool(config.num_blocks if config.prefix_caching else 0),
+            tables=np.full((seqs, config.blocks_per_group, config.attention_groups), -1, np.int32),
+            states=np.full((seqs, config.state_groups, 2 + config.speculative_blocks), -1, np.int32),
+            free_rows=np.arange(seqs - 1, -1, -1, dtype=np.int32),
         )
         state["num_free_rows"] = len(self._queues.free_rows)
         size = max(buffer_records, 2 * config.max_num_seqs)
@@ -119,17 +126,6 @@ class Engine:
     @property
     def _keyed_blocks(self) -> int:
         return self.config.blocks_per_group if self.config.prefix_caching else 0
-
-    def _block_tables(self) -> tuple[Any, Any, Any, Any]:
-        """Pool, block tables of attention and states, and free rows of the tables; empty where no prefix is cached."""
-        config = self.config
-        seqs = config.max_num_seqs if config.prefix_caching else 0
-        return (
-            new_pool(config.num_blocks if seqs else 0),
-            np.full((seqs, config.blocks_per_group, config.attention_groups), -1, np.int32),
-            np.full((seqs, config.state_groups, 2 + config.speculative_blocks), -1, np.int32),
-            np.arange(seqs - 1, -1, -1, dtype=np.int32),
-        )
 
     @property
     def state(self) -> Any:
@@ -228,7 +224,7 @@ class Engine:
         free_slots[:held] = queues.free_slots[:held]
         free_slots[held : held + by] = np.arange(old + by - 1, old - 1, -1)
         state["num_free_slots"] = held + by
-        self._queues = queues._replace(slots=slots, free_slots=free_slots, timers=timers, keys=keys, **rings)
+        self._queues = queues._replace(slots=slots, free_slots=free_slots, timers=timers, keys=keys, **rings)  # type: ignore[arg-type]
 
 
 class Client:

@@ -1,4 +1,4 @@
-"""Everything that one engine holds, in plain arrays that Numba can compile over: requests, settings, counters, queues."""
+"""What one engine holds, in plain arrays that Numba can compile over: requests, settings, counters, queues."""
 
 from __future__ import annotations
 
@@ -80,9 +80,11 @@ SETTINGS = np.dtype(
 )
 
 #: Queues, counters and the clock. `permits` are requests that the client may still send; those that a step frees count
-#: from its end, or, where the next step was scheduled already (`late_permits`), one step later. The engine asks for more backlog when it holds less than `backlog_low` or when requests that were not
-#: yet handed over, the first of them after `last_offered_s`, may have arrived. The scheduler sees requests sent up to
-#: `seen_s`. `*_limited_steps` count steps that left requests waiting, by what kept the first of them out.
+#: from its end, or, where the next step was scheduled already (`late_permits`), one step later. The engine asks for
+#: more backlog when it holds less than `backlog_low` or when requests that were not yet handed over, the first of them
+#: after `last_offered_s`, may have arrived. The scheduler sees requests sent up to `seen_s`. `*_limited_steps` count
+#: steps that left requests waiting, by what kept the first of them out; `deferred_steps` those in which it waited for a
+#: state that was just being written.
 STATE = np.dtype(
     [
         ("now_s", "f8"),

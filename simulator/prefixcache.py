@@ -24,12 +24,14 @@ def aligned_chunk(settings: Any, slot: Any, computed: int, rows: int) -> int:
     boundary is one block earlier.
     """
     block, tokens = settings.block_size_tokens, num_tokens(slot)
-    if computed >= max(slot.prompt_tokens, tokens - 1):
-        return rows
     last = checkpoint(settings, tokens)
-    if computed + rows < last:
-        return rows // block * block
-    return last - computed if computed < last < computed + rows else rows
+    if computed >= max(slot.prompt_tokens, tokens - 1):
+        pass
+    elif computed + rows < last:
+        rows = rows // block * block
+    elif computed < last < computed + rows:
+        rows = last - computed
+    return int(rows)
 
 
 @njit(inline="always")
@@ -135,7 +137,7 @@ def missing_blocks(queues: Queues, slot: Any, tokens: int, lookahead: int) -> in
     settings = queues.settings[0]
     states = settings.state_groups if (tokens - 1) // settings.block_size_tokens > slot.running_state else 0
     held = _attention_held(settings, slot)
-    return max(int(attention_blocks(settings, tokens + lookahead)) - held, 0) + states
+    return int(max(attention_blocks(settings, tokens + lookahead) - held, 0) + states)
 
 
 @njit()

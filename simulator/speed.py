@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from simulator.requests import RequestBlock
 from simulator.run import check, run_engine, step_cost
 from simulator.scenario import Scenario
-from simulator.workload import RequestBlock
 
 
 def measure_speed(running: int = 256, steps: int = 1_000_000) -> dict[str, Any]:

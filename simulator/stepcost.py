@@ -28,6 +28,7 @@ from simulator.scenario import EngineSettings
 from simulator.statecost import (
     GdnKernels,
     MeasuredStep,
+    boundary_cost,
     is_tabulated,
     measured_step,
     prefill_state_cost,
@@ -123,6 +124,7 @@ def build_step_cost(
         attention = decode_attention_cost(shape, tables.gpu, tp, kv_dtype, tree.num_rows, tree.width_by_depth)
         prefill = prefill_attention_cost(shape, tables.gpu, tp, kv_dtype, engine.max_model_len)
         chunk = prefill_state_cost(shape, kernels, engine.max_num_batched_tokens)
+        copy_us, publish_us = boundary_cost(shape, kernels, heads, method, tree, engine.max_num_seqs)
         batching = prompt_batching(tables, AttentionHeads.of(shape, kv_dtype, tp), kernels)
     except UncoveredShapeError as error:
         raise InfeasibleError(
@@ -147,6 +149,8 @@ def build_step_cost(
             batch_attn=batching.attention,
             batch_state=batching.state,
             limits=np.array(list(limits), dtype=np.float64),
+            copy_us=copy_us,
+            publish_us=publish_us,
         ),
         _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured),
         tables.gpu,

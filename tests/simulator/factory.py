@@ -9,9 +9,9 @@ import numpy as np
 import simpy
 
 from simulator.engine import Client, Engine, EngineConfig
+from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
 from simulator.stepcost import CostTables
-from simulator.workload import RequestBlock
 
 
 def constant_cost(max_rows: int, per_row_us: float = 0.0, max_model_len: int = 1000) -> CostTables:
