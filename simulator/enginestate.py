@@ -15,34 +15,35 @@ UNBOUNDED = np.iinfo(np.int32).max
 #: One request. `computed` counts tokens whose KV and state exist, `scheduled` the rows of this step, `token_room` the
 #: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts, `done` when it has finished and only
 #: occupies the step that was scheduled before that was known. `arrival_s` is the time of the send; `next_turn` the slot
-#: of the request that is sent `think_s` after this one is answered, or -1. The last six serve prefix caching:
+#: of the request that is sent `think_s` after this one is answered, or -1. What every step reads stands first, in one
+#: cache line. For prefix caching:
 #: `row` of the block tables, blocks `published`, tokens at which the next one is due, index of the block that holds the
 #: `running_state` and of the one before it that is still held (-1: none), and the tokens found cached at admission.
 SLOT = np.dtype(
     [
         ("request_id", "i8"),
-        ("arrival_s", "f8"),
-        ("scheduled_s", "f8"),
-        ("first_token_s", "f8"),
         ("last_token_s", "f8"),
-        ("think_s", "f8"),
-        ("prompt_tokens", "i4"),
-        ("output_tokens", "i4"),
-        ("emitted", "i4"),
         ("computed", "i4"),
         ("scheduled", "i4"),
+        ("emitted", "i4"),
         ("decoding", "i4"),
         ("done", "i4"),
+        ("token_room", "i4"),
+        ("publish_at", "i4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("rounds", "i4"),
+        ("accepted", "i4"),
+        ("first_token_s", "f8"),
+        ("arrival_s", "f8"),
+        ("scheduled_s", "f8"),
+        ("think_s", "f8"),
         ("priority", "i4"),
         ("next_turn", "i4"),
         ("blocks", "i4"),
-        ("token_room", "i4"),
         ("num_preemptions", "i4"),
-        ("rounds", "i4"),
-        ("accepted", "i4"),
         ("row", "i4"),
         ("published", "i4"),
-        ("publish_at", "i4"),
         ("running_state", "i4"),
         ("last_state", "i4"),
         ("cached_tokens", "i4"),
