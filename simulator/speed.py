@@ -80,5 +80,5 @@ def _blocks(requests: int, prompt: int) -> Iterator[RequestBlock]:
     for start in range(0, requests, 4096):
         count = min(4096, requests - start)
         prefix = PrefixIds.streams(np.full(count, -1, np.int64), SHARED)
-        lengths = (np.full(count, tokens, np.int32) for tokens in (prompt, OUTPUT))
-        yield RequestBlock(np.zeros(count), *lengths, prefix=prefix)
+        prompts, outputs = (np.full(count, tokens, np.int32) for tokens in (prompt, OUTPUT))
+        yield RequestBlock(np.zeros(count), prompts, outputs, prefix=prefix)
