@@ -8,38 +8,16 @@ for all tokens up to the end of a block.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.jit import njit
-
-if TYPE_CHECKING:
-    from simulator.requests import RequestBlock
+from simulator.requests import PrefixIds, RequestBlock
 
 #: Kinds of stream, mixed into keys so that their numbers never meet.
 _SHARED, _UNIT, _STREAM, _OWN = 1, 2, 3, 4
-
-
-class PrefixIds(NamedTuple):
-    """What the requests of a block have in common with others.
-
-    `shared_tokens`: every request starts with the same so many tokens. `stream`: number of a request's conversation, or
-    -1 for one of its own. `units` of request i are `unit_ids[unit_start[i]:unit_start[i + 1]]`, each for
-    `unit_tokens` prompt tokens (the last may be shorter).
-    """
-
-    shared_tokens: int
-    stream: NDArray[np.int64]  # [n]
-    unit_tokens: int
-    unit_start: NDArray[np.int64]  # [n + 1]
-    unit_ids: NDArray[np.int64]
-
-    @classmethod
-    def streams(cls, stream: NDArray[np.int64], shared_tokens: int = 0) -> PrefixIds:
-        """Requests without units."""
-        return cls(shared_tokens, stream, 1, np.zeros(len(stream) + 1, np.int64), np.zeros(0, np.int64))
 
 
 def block_keys(block: RequestBlock, first_id: int, block_size_tokens: int, columns: int) -> NDArray[np.int64]:

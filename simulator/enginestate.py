@@ -16,9 +16,9 @@ UNBOUNDED = np.iinfo(np.int32).max
 #: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts, `done` when it has finished and only
 #: occupies the step that was scheduled before that was known. `arrival_s` is the time of the send; `next_turn` the slot
 #: of the request that is sent `think_s` after this one is answered, or -1. For prefix caching: `row` of the block
-#: tables, blocks `published`, tokens at which the next one is due, index of the block that holds the `running_state` and
-#: of the one before it that is still held (-1: none), and the tokens found cached at admission. What every step reads
-#: stands first, in one cache line.
+#: tables, blocks `published`, tokens at which the next one is due, index of the block that holds the `running_state`
+#: and of the one before it that is still held (-1: none), and the tokens found cached at admission. What every step
+#: reads stands first, in one cache line.
 SLOT = np.dtype(
     [
         ("request_id", "i8"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.blockkeys import PrefixIds
 from simulator.traces import Trace
 
 if TYPE_CHECKING:
@@ -15,6 +14,26 @@ if TYPE_CHECKING:
 
 #: Offset of the numbers of prompt units when a trace starts again.
 _AGAIN = 1 << 40
+
+
+class PrefixIds(NamedTuple):
+    """What the requests of a block have in common with others.
+
+    `shared_tokens`: every request starts with the same so many tokens. `stream`: number of a request's conversation, or
+    -1 for one of its own. `units` of request i are `unit_ids[unit_start[i]:unit_start[i + 1]]`, each for
+    `unit_tokens` prompt tokens (the last may be shorter).
+    """
+
+    shared_tokens: int
+    stream: NDArray[np.int64]  # [n]
+    unit_tokens: int
+    unit_start: NDArray[np.int64]  # [n + 1]
+    unit_ids: NDArray[np.int64]
+
+    @classmethod
+    def streams(cls, stream: NDArray[np.int64], shared_tokens: int = 0) -> PrefixIds:
+        """Requests without units."""
+        return cls(shared_tokens, stream, 1, np.zeros(len(stream) + 1, np.int64), np.zeros(0, np.int64))
 
 
 class Turns(NamedTuple):

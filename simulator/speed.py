@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.blockkeys import PrefixIds
-from simulator.requests import RequestBlock
+from simulator.requests import PrefixIds, RequestBlock
 from simulator.run import check, run_engine, step_cost
 from simulator.scenario import Scenario
 

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.errors import UsageError
-from simulator.blockkeys import PrefixIds
 from simulator.conversations import conversation_blocks, is_conversational
-from simulator.requests import RequestBlock, requests_of
+from simulator.requests import PrefixIds, RequestBlock, requests_of
 from simulator.traces import MAX_TOKENS, Trace, load_trace
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import numpy as np
 from factory import chain_acceptance, no_drafts, run, small
 from hypothesis import strategies as st
 
-from simulator.blockkeys import PrefixIds
 from simulator.blockpool import group_key
 from simulator.engine import EngineConfig
-from simulator.requests import RequestBlock, Turns
+from simulator.requests import PrefixIds, RequestBlock, Turns
 
 LONGEST = 64
 
@@ -148,6 +147,7 @@ class _VllmWatcher:
     config: EngineConfig
     now_s: float = 0.0
     content: dict[int, int] = field(default_factory=dict)
+    finished: int = 0
 
     def __call__(self, engine: Any, step: Any) -> None:
         state, queues, config = engine.state, engine.queues, self.config
@@ -174,7 +174,11 @@ class _VllmWatcher:
         state, queues, config = engine.state, engine.queues, self.config
         pool, size = queues.pool, config.block_size_tokens
         refs = np.zeros(config.num_blocks, int)
-        for block in np.flatnonzero(pool.written == state["num_steps"] - 1):
+        fresh = pool.written == state["num_steps"] - 1
+        if self.finished == state["num_finished"]:  # nobody else gives a block away in the step that fills it
+            assert not (fresh & (pool.refs == 0)).any()
+        self.finished = int(state["num_finished"])
+        for block in np.flatnonzero(fresh):
             self.content[int(block)] = int(pool.keys[block])
         for block in np.flatnonzero((pool.refs > 0) & (pool.keys == 0)):
             self.content.pop(int(block), None)

@@ -10,9 +10,9 @@ import pytest
 import simpy
 from factory import chain_acceptance, constant_cost, no_drafts, requests, run, small
 
-from simulator.blockkeys import PrefixIds, block_keys
+from simulator.blockkeys import block_keys
 from simulator.engine import Client, Engine, EngineConfig
-from simulator.requests import RequestBlock
+from simulator.requests import PrefixIds, RequestBlock
 from simulator.scenario import WorkloadSettings
 from simulator.workload import request_blocks
 
