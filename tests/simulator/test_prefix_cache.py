@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import simpy
 from factory import chain_acceptance, constant_cost, no_drafts, requests, run, small
+from histories import HARNESSES, History
 
 from simulator.blockkeys import block_keys
 from simulator.engine import Client, Engine, EngineConfig
@@ -170,3 +171,21 @@ def test_mooncake_hits_the_published_share_in_an_endless_cache() -> None:
     engine, _ = run(config, request_blocks(settings, 0), max_concurrency=4, buffer_records=1 << 15)
     share = engine.state["prefix_cache_hits"] / engine.state["prefix_cache_queries"]
     assert share == pytest.approx(0.366, abs=0.01)
+
+
+@pytest.mark.parametrize("prompt", [14, 40])
+def test_what_a_request_was_to_compute_when_it_lost_its_place_is_not_hit(prompt: int) -> None:
+    # A long prompt of low priority is cut to a block a step; a later request of high priority needs its blocks.
+    config = caching(
+        groups=1,
+        num_blocks=10,
+        max_model_len=128,
+        long_prefill_token_threshold=16,
+        priority_policy=True,
+        reserve_full_isl=False,
+    )
+    (block,) = requests([120, prompt], [2, 60], [0.0, 0.0005])
+    history = History(config, block._replace(priority=np.array([5, 0], np.int32)), None)
+    engine, _ = HARNESSES["vllm"].serve(history, HARNESSES["vllm"].watcher(history))
+    HARNESSES["vllm"].check_end(engine)
+    assert engine.state["num_preemptions"] > 0
