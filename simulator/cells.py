@@ -16,7 +16,6 @@ from lab.profiles.kernels import kernels_record
 from simulator.records import part_files
 from simulator.run import CheckedCell, check, identity, simulate, step_cost
 from simulator.scenario import Scenario
-from simulator.sglang.ledger import SglangLedger
 from simulator.stepcost import StepCost
 
 #: Version of the layout of `result.json` and `run.json`.
@@ -37,6 +36,7 @@ _LEDGER_FIELDS = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "max_model_len",
+    "enable_prefix_caching",
 )
 
 
@@ -91,8 +91,7 @@ def _ledger_record(cell: CheckedCell) -> dict[str, Any]:
 
 def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
     host = cell.scenario.host
-    overlaps = isinstance(cell.ledger, SglangLedger) and cell.ledger.overlap_schedule
-    hidden = "; the overlap schedule hides it behind the GPU's time" if overlaps else ""
+    hidden = "; the overlapped schedule hides it behind the GPU's time" if cell.engine.async_scheduling else ""
     sources = {
         **costs.sources,
         "host": f"fitted: {host.ms_per_step:g} ms a step and {host.ms_per_prompt_step:g} ms more with a prompt; "

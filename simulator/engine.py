@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import simpy
 
+from simulator.blockkeys import block_keys
+from simulator.blockpool import new_pool
+from simulator.enginestate import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
+from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
-from simulator.scheduler import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
 from simulator.sglang.config import SglangConfig, sglang_record
-from simulator.step import REQUEST, STEP, Records, advance, needs_backlog
+from simulator.step import REQUEST, STEP, Records, advance, has_work, needs_backlog
 from simulator.stepcost import CostTables
-from simulator.workload import RequestBlock
 
 #: Records kept in memory before they are handed to the sink.
 BUFFER_RECORDS = 1 << 15
@@ -30,7 +32,13 @@ Process = Generator[simpy.Event, Any, None]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the scheduler needs to know: limits in rows, requests and tokens, the pool in blocks, host time in µs."""
+    """What the scheduler needs to know: limits in rows, requests and tokens, the pool in blocks, host time in µs.
+
+    `state_blocks` are those of a running request, at most. With `prefix_caching` they are 2 + `speculative_blocks` in
+    each of `state_groups`; `retention_blocks` says that a state is cached at every so many blocks (0: only at the end
+    of a prompt). `watermark_blocks` stay free when a request is admitted beside others. With `sglang`
+    SGLang's scheduler runs, which has none of the options from `prefix_caching` on.
+    """
 
     num_blocks: int
     block_size_tokens: int
@@ -45,7 +53,30 @@ class EngineConfig:
     host_us_per_step: float = 0.0
     host_us_per_prompt_step: float = 0.0
     seed: int = 0
+    prefix_caching: bool = False
+    state_groups: int = 0
+    speculative_blocks: int = 0
+    retention_blocks: int = 1
+    watermark_blocks: int = 0
+    reserve_full_isl: bool = True
+    priority_policy: bool = False
+    async_scheduling: bool = False
     sglang: SglangConfig | None = None  # None: vLLM's scheduler
+
+    def __post_init__(self) -> None:
+        if self.sglang is not None and (self.prefix_caching or self.priority_policy or self.async_scheduling):
+            raise ValueError("prefix_caching, priority_policy and async_scheduling are options of vLLM's scheduler")
+        if not self.prefix_caching:
+            return
+        if self.state_blocks != self.state_groups * (2 + self.speculative_blocks):
+            raise ValueError("with prefix_caching, state_blocks must be state_groups * (2 + speculative_blocks)")
+        if not self.chunked_prefill or self.rows > self.block_size_tokens:
+            raise ValueError("prefix_caching needs chunked_prefill and no more rows than block_size_tokens")
+
+    @property
+    def blocks_per_group(self) -> int:
+        """Attention blocks of a request of `max_model_len` tokens in one group."""
+        return -(-self.max_model_len // self.block_size_tokens)
 
 
 class Engine:
@@ -73,16 +104,24 @@ class Engine:
         state["free_blocks"] = config.num_blocks
         state["backlog_low"] = config.max_num_seqs
         state["last_offered_s"] = -np.inf
+        seqs = config.max_num_seqs if config.prefix_caching else 0
         self._queues = Queues(
-            settings,
-            state,
-            np.zeros(0, SLOT),
-            np.zeros(config.max_num_seqs, np.int32),
-            np.zeros(0, np.int32),
-            np.zeros(0, np.int32),
-            np.zeros(0, np.int32),
-            sglang_record(config.sglang),
+            settings=settings,
+            state=state,
+            slots=np.zeros(0, SLOT),
+            running=np.zeros(config.max_num_seqs, np.int32),
+            backlog=np.zeros(0, np.int32),
+            waiting=np.zeros(0, np.int32),
+            timers=np.zeros(0, np.int32),
+            free_slots=np.zeros(0, np.int32),
+            keys=np.zeros((0, self._keyed_blocks), np.int64),
+            pool=new_pool(config.num_blocks if config.prefix_caching else 0),
+            tables=np.full((seqs, config.blocks_per_group, config.attention_groups), -1, np.int32),
+            states=np.full((seqs, config.state_groups, 2 + config.speculative_blocks), -1, np.int32),
+            free_rows=np.arange(seqs - 1, -1, -1, dtype=np.int32),
+            sglang=sglang_record(config.sglang),
         )
+        state["num_free_rows"] = len(self._queues.free_rows)
         size = max(buffer_records, 2 * config.max_num_seqs)
         self._records = Records(
             np.zeros(buffer_records, STEP), np.zeros(size, REQUEST), np.zeros(size), np.zeros(config.rows, np.int64)
@@ -91,8 +130,12 @@ class Engine:
         env.process(self._run())
 
     @property
+    def _keyed_blocks(self) -> int:
+        return self.config.blocks_per_group if self.config.prefix_caching else 0
+
+    @property
     def state(self) -> Any:
-        """The engine's counters, one record of `simulator.scheduler.STATE`."""
+        """The engine's counters, one record of `simulator.enginestate.STATE`."""
         return self._queues.state[0]
 
     @property
@@ -120,11 +163,23 @@ class Engine:
         slots["scheduled_s"] = np.nan
         slots["prompt_tokens"] = block.prompt_tokens
         slots["output_tokens"] = block.output_tokens
+        slots["priority"] = 0 if block.priority is None else block.priority
+        slots["row"] = slots["next_turn"] = -1
+        first = np.arange(count)
+        if block.turns is not None:
+            follows = np.flatnonzero(block.turns.after >= 0)
+            before = block.turns.after[follows]
+            slots["next_turn"][before] = chosen[follows]
+            slots["think_s"][before] = block.turns.think_s
+            first = np.flatnonzero(block.turns.after < 0)
         queues.slots[chosen] = slots
+        if self.config.prefix_caching:
+            size, columns = self.config.block_size_tokens, self._keyed_blocks
+            queues.keys[chosen] = block_keys(block, first_id, size, columns)
         tail = int(state["backlog_head"]) + int(state["num_backlog"])
-        queues.backlog[(tail + np.arange(count)) % len(queues.backlog)] = chosen
-        state["num_backlog"] += count
-        state["last_offered_s"] = block.arrival_s[-1]
+        queues.backlog[(tail + np.arange(len(first))) % len(queues.backlog)] = chosen[first]
+        state["num_backlog"] += len(first)
+        state["last_offered_s"] = block.arrival_s[first[-1]]
 
     def flush(self) -> None:
         """Hand all buffered records to the sink."""
@@ -145,7 +200,7 @@ class Engine:
             while needs_backlog(state):
                 if not self.client():
                     state["backlog_low"] = 0  # nothing is left to ask for
-            if state["num_running"] + state["num_waiting"] + state["num_backlog"] == 0:
+            if not has_work(state):
                 return
             advance(self._queues, self._cost, self._acceptance, self._records)
             if state["stalled"]:
@@ -166,12 +221,16 @@ class Engine:
                 ring[:length] = getattr(queues, name)[(int(state[f"{name}_head"]) + np.arange(length)) % old]
             state[f"{name}_head"] = 0
             rings[name] = ring
+        timers = np.zeros(old + by, np.int32)
+        timers[:old] = queues.timers
+        keys = np.zeros((old + by, self._keyed_blocks), np.int64)
+        keys[:old] = queues.keys
         free_slots = np.zeros(old + by, np.int32)
         held = int(state["num_free_slots"])
         free_slots[:held] = queues.free_slots[:held]
         free_slots[held : held + by] = np.arange(old + by - 1, old - 1, -1)
         state["num_free_slots"] = held + by
-        self._queues = queues._replace(slots=slots, free_slots=free_slots, **rings)
+        self._queues = queues._replace(slots=slots, free_slots=free_slots, timers=timers, keys=keys, **rings)  # type: ignore[arg-type]
 
 
 class Client:

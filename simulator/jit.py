@@ -14,10 +14,15 @@ from typing import Any
 import numba
 
 _COMPILED = (
+    "blockkeys.py",
+    "blockpool.py",
+    "enginestate.py",
+    "prefixcache.py",
     "sampling.py",
     "scheduler.py",
     "step.py",
     "stepcost.py",
+    "waitqueue.py",
     "sglang/decode.py",
     "sglang/pool.py",
     "sglang/scheduler.py",

@@ -41,24 +41,37 @@ class Ledger:
     max_model_len: int
     max_viable_num_seqs: int
     lines: dict[str, int]
+    reserved_blocks: int = 0
+
+    @property
+    def speculative_blocks(self) -> int:
+        """Blocks of speculative states that a running request takes from the pool in each recurrent group."""
+        return 0 if self.reserved_blocks else self.layout.states_per_group - 1
+
+    @property
+    def state_blocks_per_request(self) -> int:
+        """State blocks that a running request takes from the pool."""
+        reserved = self.layout.states_per_group - 1 - self.speculative_blocks
+        return self.layout.state_blocks_per_request - self.layout.linear_groups * reserved
 
     @property
     def blocks_per_request(self) -> int:
         """Blocks of one running request of `max_model_len` tokens."""
-        return self.layout.blocks_per_request(self.max_model_len)
+        return self.layout.attention_blocks(self.max_model_len) + self.state_blocks_per_request
 
     @property
     def max_concurrency(self) -> float:
-        return float(max_concurrency(self.num_gpu_blocks, self.blocks_per_request))
+        return float(max_concurrency(self.num_gpu_blocks - self.reserved_blocks, self.blocks_per_request))
 
     @property
     def kv_cache_tokens(self) -> int:
-        return kv_cache_tokens(self.num_gpu_blocks, self.blocks_per_request, self.max_model_len)
+        blocks = self.num_gpu_blocks - self.reserved_blocks
+        return kv_cache_tokens(blocks, self.blocks_per_request, self.max_model_len)
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that requests can hold: block 0 is the null block."""
-        return self.num_gpu_blocks - 1
+        """Blocks that requests can hold: block 0 is the null block, and speculative states may have theirs reserved."""
+        return self.num_gpu_blocks - 1 - self.reserved_blocks
 
     def to_json(self) -> dict[str, Any]:
         """The fixed shape that other programs read (bytes, blocks, tokens)."""
@@ -77,7 +90,7 @@ class Ledger:
     def check_fits(self) -> None:
         """Raise `InfeasibleError` unless one request of `max_model_len` fits beside the null block."""
         if self.blocks_per_request > self.usable_blocks:
-            spare = self.usable_blocks - self.layout.state_blocks_per_request
+            spare = self.usable_blocks - self.state_blocks_per_request
             tokens = spare // self.layout.attention_groups * self.layout.block_size_tokens
             remedy = (
                 f"the largest max_model_len that fits is {tokens}"
@@ -91,6 +104,15 @@ class Ledger:
 
     def check_num_seqs(self, max_num_seqs: int) -> None:
         """Raise the engine's own refusal, with the number that works."""
+        if self.reserved_blocks and self.blocks_per_request > self.usable_blocks:
+            per_seq = self.reserved_blocks // max_num_seqs
+            viable = max((self.num_gpu_blocks - 1 - self.blocks_per_request) // per_seq, 0)
+            raise TooManySeqsError(
+                viable,
+                f"reserve_speculative_blocks sets {per_seq} blocks aside for each of {max_num_seqs} requests "
+                f"(max_num_seqs), and the rest of {self.num_gpu_blocks} blocks is too few for one request of "
+                f"max_model_len {self.max_model_len}; the largest viable max_num_seqs is {viable}",
+            )
         if max_num_seqs > self.max_viable_num_seqs:
             raise TooManySeqsError(
                 self.max_viable_num_seqs,
@@ -156,7 +178,9 @@ def build_ledger(
                 f"{engine.gpu_memory_utilization} of {gpu} ({gib(total)}) allows; give fewer blocks or bytes"
             )
     lines["pool_remainder"] = slack
-    return Ledger(layout, blocks, source, engine.max_model_len, viable, lines)
+    reserved = layout.linear_groups * (layout.states_per_group - 1) * engine.num_seqs
+    reserved = reserved if engine.reserve_speculative_blocks else 0
+    return Ledger(layout, blocks, source, engine.max_model_len, viable, lines, reserved)
 
 
 def _lines_before_pool(shape: ModelShape, gpu: str, tp: int, engine: EngineSettings, tree: DraftTree) -> dict[str, int]:

@@ -21,14 +21,16 @@ from lab.trees import DraftTree, parse_tree
 from lab.units import GIB
 from simulator.engine import Client, Engine, EngineConfig
 from simulator.ledger import Ledger, build_ledger
+from simulator.memory import PoolLayout
 from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
+from simulator.requests import RequestBlock
 from simulator.sampling import build_tables
 from simulator.scenario import EngineSettings, Scenario
 from simulator.sglang import cell as sglang
 from simulator.sglang.ledger import SglangLedger
 from simulator.stepcost import StepCost, build_step_cost
-from simulator.workload import RequestBlock, length_limits, request_blocks
+from simulator.workload import length_limits, request_blocks
 
 #: A run is memory bound when the queue's head lacked blocks in more than this share of its steps, or on preemption.
 BOUND_SHARE = 0.01
@@ -61,10 +63,6 @@ def check(scenario: Scenario) -> CheckedCell:
 
     Raises `UsageError` for impossible values and `InfeasibleError` for combinations that cannot run.
     """
-    if isinstance(scenario.engine, EngineSettings) and scenario.engine.enable_prefix_caching:
-        raise UsageError(
-            "engine.enable_prefix_caching = true: the ledger prices it, the simulator does not model it yet; set false"
-        )
     shape = load_shape(scenario.model)
     method = get_method(scenario.speculation.state_method)
     tree = parse_tree(scenario.speculation.tree)
@@ -102,6 +100,7 @@ def _engine(
     ledger.check_num_seqs(engine.num_seqs)
     ledger.check_fits()
     _check_workload(scenario, engine, tree)
+    _check_alignment(engine, ledger.layout, tree)
     return engine, ledger
 
 
@@ -151,6 +150,7 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
         "reserved_records_gib": settings.num_seqs * layout.scratch_bytes_per_request / GIB,
         "mean_kv_usage": float(state["blocks_integral"]) / span_s / blocks,
         "num_preemptions": int(state["num_preemptions"]),
+        **_prefix_cache(state),
         "memory_bound": bool(limits["memory"] > BOUND_SHARE or state["num_preemptions"] > 0),
         **{f"{name}_limited_steps": share for name, share in limits.items()},
         "saturated": _saturated(cell.scenario, writer.parts("requests")),
@@ -173,6 +173,13 @@ def _saturated(scenario: Scenario, parts: Sequence[Path]) -> bool:
     early = mean_queue_s(parts, count // 4, count // 2)
     late = mean_queue_s(parts, 3 * count // 4, count)
     return late > max(1.0, 1.5 * early)
+
+
+def _prefix_cache(state: Any) -> dict[str, float]:
+    """Prompt tokens looked up and found at first admissions, by vLLM's counters, and their ratio."""
+    queries, hits = int(state["prefix_cache_queries"]), int(state["prefix_cache_hits"])
+    rate = hits / queries if queries else float("nan")
+    return {"prefix_cache_queries": queries, "prefix_cache_hits": hits, "prefix_cache_hit_rate": rate}
 
 
 def _speculation(tree: DraftTree, rounds: int, accepted_at: Any, later_tokens: int) -> dict[str, Any]:
@@ -219,11 +226,12 @@ def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineCo
     settings, host, seed = cell.engine, cell.scenario.host, cell.scenario.seed
     if isinstance(ledger, SglangLedger):
         return sglang.engine_config(ledger, host, seed)
+    layout = ledger.layout
     return EngineConfig(
         num_blocks=ledger.usable_blocks,
-        block_size_tokens=ledger.layout.block_size_tokens,
-        attention_groups=ledger.layout.attention_groups,
-        state_blocks=ledger.layout.state_blocks_per_request,
+        block_size_tokens=layout.block_size_tokens,
+        attention_groups=layout.attention_groups,
+        state_blocks=ledger.state_blocks_per_request,
         rows=cell.tree.num_rows,
         max_num_seqs=settings.num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -233,6 +241,14 @@ def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineCo
         host_us_per_step=host.ms_per_step * 1e3,
         host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
         seed=seed,
+        prefix_caching=settings.enable_prefix_caching,
+        state_groups=layout.linear_groups,
+        speculative_blocks=ledger.speculative_blocks,
+        retention_blocks=_retention_blocks(settings.prefix_cache_retention_interval, layout.block_size_tokens),
+        watermark_blocks=int(settings.watermark * ledger.num_gpu_blocks),
+        reserve_full_isl=settings.scheduler_reserve_full_isl,
+        priority_policy=settings.scheduling_policy == "priority",
+        async_scheduling=settings.async_scheduling,
     )
 
 
@@ -256,6 +272,24 @@ def _check_workload(scenario: Scenario, engine: EngineSettings, tree: DraftTree)
         )
 
 
+def _check_alignment(engine: EngineSettings, layout: PoolLayout, tree: DraftTree) -> None:
+    """With prefix caching prompts are cut at block boundaries, so that a step must hold a block."""
+    block = layout.block_size_tokens
+    if not engine.enable_prefix_caching:
+        return
+    if not engine.enable_chunked_prefill:
+        raise UsageError("engine.enable_prefix_caching needs enable_chunked_prefill: true")
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        tokens = getattr(engine, name)
+        if 0 < tokens < block:
+            raise InfeasibleError(
+                f"engine.{name} = {tokens} is below the block of {block} tokens at which prefix caching cuts prompts; "
+                f"raise it to at least {block}"
+            )
+    if tree.num_rows > block:
+        raise InfeasibleError(f"prefix caching allows trees of up to {block} rows (one block), not {tree.num_rows}")
+
+
 def identity(cell: CheckedCell) -> dict[str, Any]:
     """What a cell simulated, by the names of summary.csv."""
     scenario, engine, workload = cell.scenario, cell.engine, cell.scenario.workload
@@ -276,6 +310,10 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "running_limit": engine.num_seqs,
         "max_model_len": engine.max_model_len,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "prefix_cache_retention_interval": engine.prefix_cache_retention_interval,
+        "scheduling_policy": engine.scheduling_policy,
+        "async_scheduling": engine.async_scheduling,
         "workload": workload.trace or workload.lengths,
         "arrivals": workload.arrivals,
         "request_rate": workload.request_rate,
@@ -285,3 +323,10 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "num_warmup_requests": workload.num_warmup_requests,
         "seed": scenario.seed,
     }
+
+
+def _retention_blocks(interval: int | None, block_size_tokens: int) -> int:
+    """Every how many blocks a state is kept to be hit; 0: only at the end of a prompt."""
+    if interval is None:
+        return 1
+    return 0 if interval == 0 else max(interval // block_size_tokens, 1)

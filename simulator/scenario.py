@@ -25,6 +25,8 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
 Requests = Annotated[int, Field(ge=1, le=1 << 16)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+Share = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Gibibytes = Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)]
 
 #: Engines, by the `name` in the section `engine`.
@@ -42,6 +44,11 @@ SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
     ("engine", "weight_dtype"),
     ("engine", "kv_cache_dtype"),
     ("engine", "mamba_ssm_cache_dtype"),
+    ("engine", "num_gpu_blocks_override"),
+    ("engine", "enable_prefix_caching"),
+    ("engine", "prefix_cache_retention_interval"),
+    ("engine", "scheduling_policy"),
+    ("engine", "async_scheduling"),
     ("engine", "mem_fraction_static"),
     ("engine", "context_length"),
     ("engine", "max_running_requests"),
@@ -71,6 +78,14 @@ class EngineSettings(_Section):
     `max_num_seqs` is 256 by default (vLLM's own is 1024 on large GPUs). `running_limit` lowers it for one cell: a sweep
     sets it where the records of a method for `max_num_seqs` requests do not fit. `runtime_and_activations_gib` takes
     the place of the estimate of what the engine keeps for itself.
+
+    `enable_prefix_caching` turns on Mamba cache mode `align`. `prefix_cache_retention_interval` (tokens) thins the
+    states that are kept to hit: one per interval and the one at the end of a prompt (0: only that one; none: all).
+    `scheduler_reserve_full_isl`: a prompt is admitted only when all of it fits, not its first chunk. `watermark`: share
+    of the blocks that an admission beside other requests leaves free. `async_scheduling`: steps are scheduled one
+    ahead, so that host time overlaps the GPU's and a finished request occupies one step more.
+    `reserve_speculative_blocks`: the blocks of speculative states are set aside once for `max_num_seqs` requests
+    (proposed in vLLM pull 57261).
     """
 
     name: Literal["vllm"] = "vllm"
@@ -82,6 +97,12 @@ class EngineSettings(_Section):
     long_prefill_token_threshold: Annotated[int, Field(ge=0, le=1 << 21)] = 0
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
+    prefix_cache_retention_interval: Annotated[int, Field(ge=0, le=1 << 21)] | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    async_scheduling: bool = False
+    reserve_speculative_blocks: bool = False
     weight_dtype: Literal["bf16", "fp8_tensor", "fp8_block128"] = "bf16"
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -157,6 +178,13 @@ class WorkloadSettings(_Section):
     or t_ms. `lengths`: a named length distribution instead of the trace's. `request_rate` in requests per second;
     `max_concurrency` is the client's cap on requests in flight. The first `num_warmup_requests` are served, but left
     out of latencies and throughput.
+
+    Rows of a trace with the same `conversation` are turns whose prompt is the whole history. Unless they come at the
+    trace's times, a turn is sent `think_time_s` after the one before is answered, and `request_rate` is that of first
+    turns. A column `hash_ids` names the prompt in units of `hash_block_tokens` (space-separated numbers; equal ones
+    stand for equal prompts up to there). `shared_prefix_tokens`: tokens at the start of every prompt that all have in
+    common. `priority_classes` maps a priority (lower goes first) to its share of the requests, where the trace has no
+    column `priority`.
     """
 
     trace: str | None = None
@@ -167,6 +195,10 @@ class WorkloadSettings(_Section):
     request_rate: Rate | None = None
     burstiness: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] = 1.0
     max_concurrency: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    think_time_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    hash_block_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    shared_prefix_tokens: Annotated[int, Field(ge=0, le=1 << 21)] = 0
+    priority_classes: dict[Priority, Share] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkloadSettings:

@@ -1,138 +1,25 @@
 """The scheduler of vLLM's v1 engine: which requests run how many rows in one engine step.
 
 Running requests come first, in order, and drafts count against the token budget. When blocks run out the last running
-request is preempted: it loses its blocks and goes back to the front of the waiting queue, to be recomputed. Waiting
-requests are admitted only in a step without preemption, first come first served, and only when the whole prompt fits;
-their prompts are cut into chunks by what is left of the budget.
+request, or the one of least precedence under the policy `priority`, is preempted: it loses its blocks and goes back to
+the waiting queue, to be recomputed. Waiting requests are admitted only in a step without preemption, in order, and only
+when the whole prompt fits; their prompts are cut into chunks by what is left of the budget. With prefix caching a
+waiting request starts after the longest prefix that is cached (`simulator.prefixcache`).
 
-The client's side is here too: a backlog of requests that wait for their arrival time and, when the client caps its
-concurrency, for a permit.
-
-All state is in plain arrays so that Numba compiles the loop; `simulator.engine` owns the arrays and the clock.
+All state is in plain arrays (`simulator.enginestate`) so that Numba compiles the loop; `simulator.engine` owns the
+arrays and the clock.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from simulator import prefixcache
+from simulator.enginestate import UNBOUNDED, Queues, attention_blocks, num_tokens
 from simulator.jit import njit
-
-#: Room of a request that holds blocks for `max_model_len` tokens and never needs more; permits without a cap.
-UNBOUNDED = np.iinfo(np.int32).max
-
-#: One request. `computed` counts tokens whose KV and state exist, `scheduled` the rows of this step, `token_room` the
-#: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts. `arrival_s` is the time of the send.
-SLOT = np.dtype(
-    [
-        ("request_id", "i8"),
-        ("arrival_s", "f8"),
-        ("scheduled_s", "f8"),
-        ("first_token_s", "f8"),
-        ("last_token_s", "f8"),
-        ("prompt_tokens", "i4"),
-        ("output_tokens", "i4"),
-        ("emitted", "i4"),
-        ("computed", "i4"),
-        ("scheduled", "i4"),
-        ("decoding", "i4"),
-        ("blocks", "i4"),
-        ("token_room", "i4"),
-        ("num_preemptions", "i4"),
-        ("rounds", "i4"),
-        ("accepted", "i4"),
-    ],
-    align=True,
-)
-
-#: Engine settings that the scheduler reads.
-SETTINGS = np.dtype(
-    [
-        ("max_num_seqs", "i8"),
-        ("max_num_batched_tokens", "i8"),
-        ("long_prefill_token_threshold", "i8"),
-        ("chunked_prefill", "i8"),
-        ("max_model_len", "i8"),
-        ("block_size_tokens", "i8"),
-        ("attention_groups", "i8"),
-        ("state_blocks", "i8"),
-        ("rows", "i8"),
-        ("seed", "u8"),
-        ("host_us_per_step", "f8"),
-        ("host_us_per_prompt_step", "f8"),
-    ],
-    align=True,
-)
-
-#: Queues, counters and the clock. `permits` are requests that the client may still send; those that a step frees count
-#: from its end. The engine asks for more backlog when it holds less than `backlog_low` or when requests that were not
-#: yet handed over, the first of them after `last_offered_s`, may have arrived. `*_limited_steps` count steps that left
-#: requests waiting, by what kept the first of them out.
-STATE = np.dtype(
-    [
-        ("now_s", "f8"),
-        ("free_blocks", "i8"),
-        ("num_running", "i8"),
-        ("waiting_head", "i8"),
-        ("num_waiting", "i8"),
-        ("backlog_head", "i8"),
-        ("num_backlog", "i8"),
-        ("backlog_low", "i8"),
-        ("last_offered_s", "f8"),
-        ("permits", "i8"),
-        ("freed_permits", "i8"),
-        ("num_arrived", "i8"),
-        ("num_free_slots", "i8"),
-        ("num_steps", "i8"),
-        ("num_finished", "i8"),
-        ("num_preemptions", "i8"),
-        ("preempted_in_step", "i8"),
-        ("emitted_tokens", "i8"),
-        ("verify_rounds", "i8"),
-        ("extrapolated_steps", "i8"),
-        ("memory_limited_steps", "i8"),
-        ("seqs_limited_steps", "i8"),
-        ("budget_limited_steps", "i8"),
-        ("stalled", "i8"),
-        ("peak_running", "i8"),
-        ("peak_waiting", "i8"),
-        ("peak_blocks", "i8"),
-        ("step_records", "i8"),
-        ("gap_records", "i8"),
-        ("request_records", "i8"),
-        ("busy_s", "f8"),
-        ("running_integral", "f8"),
-        ("blocks_integral", "f8"),
-    ],
-    align=True,
-)
-
-
-class Queues(NamedTuple):
-    """Requests and queues of one engine: `backlog`, `waiting` are rings of slot numbers, `running` an ordered list."""
-
-    settings: Any  # [1] SETTINGS
-    state: Any  # [1] STATE
-    slots: Any  # [capacity] SLOT
-    running: Any  # [max_num_seqs] int32
-    backlog: Any  # [capacity] int32
-    waiting: Any  # [capacity] int32
-    free_slots: Any  # [capacity] int32
-    sglang: Any  # [1] simulator.sglang.pool.SGLANG: what SGLang's scheduler knows beside `settings` and `state`
-
-
-@njit(inline="always")
-def num_tokens(slot: Any) -> Any:
-    """Tokens of the request so far: prompt and what it has emitted."""
-    return slot.prompt_tokens + slot.emitted
-
-
-@njit(inline="always")
-def blocks_for(settings: Any, tokens: Any) -> Any:
-    """Blocks that a running request of that many tokens holds, states included."""
-    capped = min(tokens, settings.max_model_len)
-    return settings.attention_groups * -(-capped // settings.block_size_tokens) + settings.state_blocks
+from simulator.waitqueue import dequeue, first_waiting, put_back, send, worst_running
 
 
 @njit()
@@ -143,20 +30,27 @@ def schedule(queues: Queues) -> None:
     budget = settings.max_num_batched_tokens
     lookahead = settings.rows - 1
     state.preempted_in_step = 0
+    state.states_copied_in_step = 0
+    state.states_published_in_step = 0
 
     turn = 0
     while turn < state.num_running:
         slot = queues.slots[queues.running[turn]]
-        wanted = settings.rows if slot.decoding else _chunk(settings, slot)
-        rows = min(wanted, budget, settings.max_model_len - slot.computed)
+        if slot.done:
+            rows = min(settings.rows, budget)
+        else:
+            wanted = settings.rows if slot.decoding else _chunk(settings, slot)
+            rows = min(wanted, budget, settings.max_model_len - slot.computed)
+            if settings.prefix_caching and not slot.decoding:
+                rows = prefixcache.aligned_chunk(settings, slot, slot.computed, rows)
         slot.scheduled = rows
-        if rows > 0 and slot.computed + rows + lookahead > slot.token_room:
-            needed = blocks_for(settings, slot.computed + rows + lookahead) - slot.blocks
-            while needed > state.free_blocks and turn < state.num_running:
-                _preempt_last(queues)
-            if turn == state.num_running:
-                break  # the request itself was the last one left to preempt
-            _hold_blocks(queues, slot, needed)
+        if rows > 0 and not slot.done and slot.computed + rows + lookahead > slot.token_room:
+            turn, freed_rows, kept = _make_room(queues, turn)
+            budget += freed_rows
+            if not kept:
+                break  # the request itself was preempted
+        if settings.prefix_caching and rows > 0 and not slot.decoding:
+            prefixcache.publish_prompt(queues, queues.running[turn])
         budget -= rows
         turn += 1
     if state.preempted_in_step == 0:
@@ -166,29 +60,85 @@ def schedule(queues: Queues) -> None:
 
 
 @njit()
+def _make_room(queues: Queues, turn: int) -> tuple[int, int, bool]:
+    """Give the request at place `turn` the blocks for its rows, at the expense of others.
+
+    Returns its place afterwards, the rows that others had in this step and lost, and whether it is still running.
+    """
+    settings, state = queues.settings[0], queues.state[0]
+    lookahead = settings.rows - 1
+    slot = queues.slots[queues.running[turn]]
+    tokens = slot.computed + slot.scheduled
+    if settings.prefix_caching:
+        prefixcache.release_last_state(queues, slot)
+        needed = prefixcache.missing_blocks(queues, slot, tokens, lookahead)
+    else:
+        needed = attention_blocks(settings, tokens + lookahead) + settings.state_blocks - slot.blocks
+    freed_rows = 0
+    while needed > state.free_blocks:
+        victim = worst_running(queues)
+        if victim < turn:
+            freed_rows += queues.slots[queues.running[victim]].scheduled
+        _preempt(queues, victim)
+        if victim == turn:
+            return turn, freed_rows, False
+        turn -= victim < turn
+    if settings.prefix_caching:
+        prefixcache.grow(queues, slot, tokens, lookahead)
+    else:
+        _hold_blocks(queues, slot, needed)
+    return turn, freed_rows, True
+
+
+@njit()
 def _admit(queues: Queues, budget: int) -> None:
-    """Move waiting requests to the running ones, first come first served, while they fit."""
+    """Move waiting requests to the running ones, in order, while they fit."""
     settings, state = queues.settings[0], queues.state[0]
     lookahead = settings.rows - 1
     while state.num_waiting > 0 and budget > 0 and state.num_running < settings.max_num_seqs:
-        index = queues.waiting[state.waiting_head]
+        index = first_waiting(queues)
         slot = queues.slots[index]
+        hit, revived, writing = 0, 0, False
+        if settings.prefix_caching:
+            hit, revived, writing = prefixcache.find_hit(queues, index)
+        if writing:
+            state.deferred_steps += 1
+            return
+        slot.computed = hit * settings.block_size_tokens
         chunk = min(_chunk(settings, slot), budget)
-        if settings.chunked_prefill == 0 and chunk < num_tokens(slot):
-            break  # the whole prompt waits for a step with room for it
-        whole = blocks_for(settings, num_tokens(slot))
-        needed = blocks_for(settings, chunk + lookahead)
-        if max(whole, needed) > state.free_blocks:
+        if settings.prefix_caching:
+            chunk = prefixcache.aligned_chunk(settings, slot, slot.computed, chunk)
+        tokens = slot.computed + chunk
+        slot.computed = 0
+        if chunk == 0 or (settings.chunked_prefill == 0 and chunk < num_tokens(slot)):
+            break  # the prompt waits for a step with room for a block, or for all of it
+        needed = attention_blocks(settings, tokens + lookahead)
+        if settings.reserve_full_isl:
+            needed = max(needed, attention_blocks(settings, num_tokens(slot)))
+        if settings.prefix_caching:
+            needed += revived - hit * settings.attention_groups + prefixcache.first_states(settings)
+        else:
+            needed += settings.state_blocks
+        kept_free = settings.watermark_blocks if state.num_running > 0 else 0
+        if needed + kept_free > state.free_blocks:
             state.memory_limited_steps += 1
             return
-        state.waiting_head = (state.waiting_head + 1) % len(queues.waiting)
-        state.num_waiting -= 1
+        dequeue(queues)
         queues.running[state.num_running] = index
         state.num_running += 1
         if np.isnan(slot.scheduled_s):
             slot.scheduled_s = state.now_s
-        slot.scheduled = chunk
-        _hold_blocks(queues, slot, needed)
+        if settings.prefix_caching:
+            if slot.num_preemptions == 0:
+                slot.cached_tokens = hit * settings.block_size_tokens
+                state.prefix_cache_queries += num_tokens(slot)
+                state.prefix_cache_hits += slot.cached_tokens
+            prefixcache.admit(queues, index, hit, tokens, lookahead)
+            slot.scheduled = chunk
+            prefixcache.publish_prompt(queues, index)
+        else:
+            slot.scheduled = chunk
+            _hold_blocks(queues, slot, attention_blocks(settings, tokens + lookahead) + settings.state_blocks)
         budget -= chunk
     if state.num_waiting > 0 and state.num_running == settings.max_num_seqs:
         state.seqs_limited_steps += 1
@@ -205,65 +155,69 @@ def _chunk(settings: Any, slot: Any) -> Any:
 
 
 @njit()
-def send(queues: Queues) -> None:
-    """Move requests that have arrived from the client's backlog to the waiting queue, as far as its permits go.
-
-    A request that used a permit freed by the last step was sent when that step ended; the others when they arrived.
-    """
-    state = queues.state[0]
-    while state.num_backlog > 0 and state.permits + state.freed_permits > 0:
-        index = queues.backlog[state.backlog_head]
-        slot = queues.slots[index]
-        if slot.arrival_s > state.now_s:
-            break
-        state.backlog_head = (state.backlog_head + 1) % len(queues.backlog)
-        state.num_backlog -= 1
-        if state.permits > 0:
-            state.permits -= 1
-        else:
-            state.freed_permits -= 1
-            slot.arrival_s = max(slot.arrival_s, state.now_s)
-        queues.waiting[(state.waiting_head + state.num_waiting) % len(queues.waiting)] = index
-        state.num_waiting += 1
-        state.num_arrived += 1
-    state.permits += state.freed_permits
-    state.freed_permits = 0
-
-
-@njit()
 def _hold_blocks(queues: Queues, slot: Any, count: Any) -> None:
-    """Give a request `count` more blocks of the pool."""
+    """Give a request `count` more blocks of a pool that caches no prefixes."""
     settings = queues.settings[0]
     slot.blocks += count
     queues.state[0].free_blocks -= count
-    attention_blocks = (slot.blocks - settings.state_blocks) // settings.attention_groups
-    room = attention_blocks * settings.block_size_tokens
+    blocks = (slot.blocks - settings.state_blocks) // settings.attention_groups
+    room = blocks * settings.block_size_tokens
     slot.token_room = room if room < settings.max_model_len else UNBOUNDED
 
 
 @njit()
-def _preempt_last(queues: Queues) -> None:
-    """Take the last running request's blocks away and put it at the front of the waiting queue."""
-    state = queues.state[0]
-    state.num_running -= 1
-    index = queues.running[state.num_running]
+def _preempt(queues: Queues, place: int) -> None:
+    """Take the blocks of the running request at `place` away and let it wait again."""
+    index = leave_running(queues, place)
     slot = queues.slots[index]
-    release_blocks(queues, slot)
+    if slot.done:
+        retire(queues, index)
+        return
+    if queues.settings[0].prefix_caching and slot.scheduled > 0:
+        prefixcache.unpublish_prompt(queues, index)
+    forget_computed(queues, index)
+    put_back(queues, index)
+
+
+@njit()
+def leave_running(queues: Queues, place: int) -> int:
+    """Remove the request at `place` from the running ones; returns its slot."""
+    state = queues.state[0]
+    index = queues.running[place]
+    state.num_running -= 1
+    for later in range(place, state.num_running):
+        queues.running[later] = queues.running[later + 1]
+    return int(index)
+
+
+@njit()
+def forget_computed(queues: Queues, index: int) -> None:
+    """Take the blocks of a request that lost its place away: it is recomputed, with what it has emitted."""
+    state, slot = queues.state[0], queues.slots[index]
+    _release_blocks(queues, slot)
     slot.computed = 0
     slot.scheduled = 0
     slot.decoding = 0
     slot.num_preemptions += 1
     state.num_preemptions += 1
     state.preempted_in_step += 1
-    capacity = len(queues.waiting)
-    state.waiting_head = (state.waiting_head - 1 + capacity) % capacity
-    queues.waiting[state.waiting_head] = index
-    state.num_waiting += 1
 
 
-@njit(inline="always")
-def release_blocks(queues: Queues, slot: Any) -> None:
+@njit()
+def _release_blocks(queues: Queues, slot: Any) -> None:
     """Return all blocks of a request to the pool."""
+    if queues.settings[0].prefix_caching:
+        prefixcache.release(queues, slot)
+        return
     queues.state[0].free_blocks += slot.blocks
     slot.blocks = 0
     slot.token_room = 0
+
+
+@njit()
+def retire(queues: Queues, index: int) -> None:
+    """Return the blocks of a finished request and free its slot."""
+    state = queues.state[0]
+    _release_blocks(queues, queues.slots[index])
+    queues.free_slots[state.num_free_slots] = index
+    state.num_free_slots += 1

@@ -165,3 +165,20 @@ def prefill_state_cost(shape: ModelShape, kernels: GdnKernels, max_tokens: int) 
     """Convolution and chunked recurrence of one prompt chunk of 0 to `max_tokens` tokens."""
     chunk = kernels.chunk(np.arange(1, max_tokens + 1, dtype=np.float64))
     return IndexedCost.of(shape.num_linear_layers * chunk.latency_us, chunk.extrapolated)
+
+
+def boundary_cost(
+    shape: ModelShape, kernels: GdnKernels, heads: LayerHeads, method: StateMethod, tree: DraftTree, max_num_seqs: int
+) -> tuple[Floats, Floats]:
+    """What it costs 0 to `max_num_seqs` requests to move on to another state block (prefix caching, mode align).
+
+    First: a state is copied, as at the start of a further prompt chunk. Second: the same when decoding has crossed the
+    boundary; a method that keeps records folds them into the state that is left to be hit, which reads them as well.
+    """
+    requests = np.arange(max_num_seqs + 1, dtype=np.float64)
+    copied = 2 * heads.state_bytes
+    records = method.pool_scratch_bytes(heads, tree)
+    curve, layers = kernels.bytes_curve(), shape.num_linear_layers
+    copy_us, publish_us = (layers * curve.at(requests * size).latency_us for size in (copied, copied + records))
+    copy_us[0] = publish_us[0] = 0.0
+    return copy_us, publish_us

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simulator.enginestate import Queues, num_tokens
 from simulator.jit import njit
+from simulator.prefixcache import publish_decoded
 from simulator.sampling import AcceptanceTables, sample_accepted
-from simulator.scheduler import Queues, num_tokens, release_blocks, schedule
+from simulator.scheduler import retire, schedule
 from simulator.sglang.scheduler import hide_host_time, schedule_sglang
-from simulator.stepcost import CostTables, attention_us, batching_shares, prefill_us
+from simulator.stepcost import CostTables, attention_us, batching_shares, boundary_us, prefill_us
+from simulator.waitqueue import next_send_s, set_timer
 
 #: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
 STEP = np.dtype(
@@ -41,7 +44,8 @@ STEP = np.dtype(
     align=True,
 )
 
-#: One finished request; `accepted_tokens` are the drafts that it emitted (its last round is cut at its output length).
+#: One finished request; `accepted_tokens` are the drafts that it emitted (its last round is cut at its output length),
+#: `cached_tokens` the prompt tokens that it found cached when it was first admitted.
 REQUEST = np.dtype(
     [
         ("request_id", "i8"),
@@ -54,6 +58,8 @@ REQUEST = np.dtype(
         ("num_preemptions", "i4"),
         ("verify_rounds", "i4"),
         ("accepted_tokens", "i4"),
+        ("cached_tokens", "i4"),
+        ("priority", "i4"),
     ],
     align=True,
 )
@@ -73,16 +79,17 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
     """Run engine steps while there is work, the buffers have room and the backlog lasts."""
     state = queues.state[0]
     room = queues.settings[0].max_num_seqs
-    while state.num_running + state.num_waiting + state.num_backlog > 0 and not needs_backlog(state):
+    overlapped = queues.settings[0].async_scheduling
+    while has_work(state) and not needs_backlog(state):
         if (
             state.step_records == len(records.steps)
             or state.request_records + room > len(records.requests)
             or state.gap_records + room > len(records.gaps_s)
         ):
             return
-        if state.num_running + state.num_waiting == 0:  # idle until the next arrival
-            next_arrival_s = queues.slots[queues.backlog[state.backlog_head]].arrival_s
-            state.now_s = max(state.now_s, next_arrival_s)
+        if state.num_running + state.num_waiting == 0:  # idle until the next request is sent
+            state.now_s = max(state.now_s, next_send_s(queues))
+            state.seen_s = state.now_s
         if queues.sglang[0].enabled:
             schedule_sglang(queues)
         else:
@@ -94,8 +101,15 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
         if queues.sglang[0].overlap_schedule:
             hide_host_time(step)
         state.now_s = step.start_s + step.duration_us * 1e-6
+        state.seen_s = step.start_s if overlapped else state.now_s
         _emit(queues, acceptance, records, step)
         _count(state, step)
+
+
+@njit(inline="always")
+def has_work(state: Any) -> Any:
+    """Whether any request is unfinished."""
+    return state.num_running + state.num_waiting + state.num_backlog + state.num_timers > 0
 
 
 @njit(inline="always")
@@ -142,7 +156,8 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
     step.start_s = state.now_s
     step.rows_us = cost.rows_us[rows]
     step.head_us = cost.head_us[logit_rows]
-    step.state_us = cost.state_us[decoding] + prefill_state
+    at_boundaries = boundary_us(cost, state.states_copied_in_step, state.states_published_in_step)
+    step.state_us = cost.state_us[decoding] + prefill_state + at_boundaries
     step.prefill_us = prefill_attention
     step.draft_us = cost.draft_us[drafting]
     step.attention_us = 0.0
@@ -158,11 +173,16 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
         + cost.head_us[logit_rows]
         + cost.state_us[decoding]
         + prefill_state
+        + at_boundaries
         + prefill_attention
         + cost.draft_us[drafting]
         + step.attention_us
-        + step.host_us
     )
+    if settings.async_scheduling:
+        step.duration_us = max(step.duration_us, step.host_us)
+    else:
+        step.duration_us += step.host_us
+    step.used_blocks = settings.num_blocks - state.free_blocks
     step.running = state.num_running
     step.waiting = state.num_waiting
     step.decoding = decoding
@@ -177,11 +197,12 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
     """Give every scheduled request its tokens and drop the finished ones."""
     settings, state = queues.settings[0], queues.state[0]
     kept = regular = emitted_in_step = 0
-    used = 0
     for turn in range(state.num_running):
         index = queues.running[turn]
         slot = queues.slots[index]
-        used += slot.blocks
+        if slot.done:
+            retire(queues, index)
+            continue
         emitted = 0
         if slot.scheduled > 0:
             if slot.decoding:
@@ -191,6 +212,8 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
                 slot.rounds += 1
                 slot.accepted += emitted - 1
                 slot.computed += emitted
+                if settings.prefix_caching and slot.computed >= slot.publish_at:
+                    publish_decoded(queues, index)
                 state.verify_rounds += 1
                 for depth in range(accepted):
                     records.accepted_at[depth] += 1
@@ -212,19 +235,21 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
             emitted_in_step += emitted
             if slot.emitted == slot.output_tokens:
                 _finish(queues, records, index)
-                continue
+                if not settings.async_scheduling:
+                    retire(queues, index)
+                    continue
+                slot.done = 1
         queues.running[kept] = index
         kept += 1
     state.num_running = kept
-    step.used_blocks = used
     step.regular_gaps = regular
     step.emitted_tokens = emitted_in_step
 
 
 @njit()
-def _finish(queues: Queues, records: Records, index: Any) -> None:
-    """Record a finished request, return its blocks and free its slot."""
-    state = queues.state[0]
+def _finish(queues: Queues, records: Records, index: int) -> None:
+    """Record a finished request and let the client go on: a permit is free, a further turn may be due."""
+    settings, state = queues.settings[0], queues.state[0]
     slot = queues.slots[index]
     record = records.requests[state.request_records]
     record.request_id = slot.request_id
@@ -237,12 +262,16 @@ def _finish(queues: Queues, records: Records, index: Any) -> None:
     record.num_preemptions = slot.num_preemptions
     record.verify_rounds = slot.rounds
     record.accepted_tokens = slot.accepted
+    record.cached_tokens = slot.cached_tokens
+    record.priority = slot.priority
     state.request_records += 1
     state.num_finished += 1
-    state.freed_permits += 1
-    release_blocks(queues, slot)
-    queues.free_slots[state.num_free_slots] = index
-    state.num_free_slots += 1
+    if settings.async_scheduling:
+        state.late_permits += 1  # the step after this one has been scheduled already
+    else:
+        state.freed_permits += 1
+    if slot.next_turn >= 0:
+        set_timer(queues, slot.next_turn, state.now_s + slot.think_s)
 
 
 @njit()

@@ -29,6 +29,7 @@ from simulator.scenario import EngineSettings
 from simulator.statecost import (
     GdnKernels,
     MeasuredStep,
+    boundary_cost,
     is_tabulated,
     measured_step,
     prefill_state_cost,
@@ -48,7 +49,8 @@ class CostTables(NamedTuple):
     attention of a prompt of p tokens from scratch. `prefill_state_us[s]`: states and convolution of a chunk
     of s prompt tokens. `batch_attn[i, j]` and `batch_state[i, j]`: what is left of the sum of those when a step
     carries `batch_count[i]` prompts of `batch_len[j]` tokens. `limits`: the largest rows, prompt length, decoding
-    requests, chunk, rows with logits and drafting requests inside the measured points.
+    requests, chunk, rows with logits and drafting requests inside the measured points. `copy_us[n]` and
+    `publish_us[n]`: copying the states of n requests to another block, and making those of n requests fit to be cached.
     """
 
     rows_us: Floats
@@ -66,6 +68,8 @@ class CostTables(NamedTuple):
     batch_attn: Floats
     batch_state: Floats
     limits: Floats
+    copy_us: Floats = np.zeros(1)
+    publish_us: Floats = np.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def build_step_cost(
         )
         prefill = prefill_attention_cost(shape, tables.gpu, tp, kv_dtype, engine.max_model_len)
         chunk = prefill_state_cost(shape, kernels, engine.max_num_batched_tokens)
+        copy_us, publish_us = boundary_cost(shape, kernels, heads, method, tree, engine.max_num_seqs)
         batching = prompt_batching(tables, AttentionHeads.of(shape, kv_dtype, tp), kernels)
     except UncoveredShapeError as error:
         raise InfeasibleError(
@@ -147,6 +152,8 @@ def build_step_cost(
             batch_attn=batching.attention,
             batch_state=batching.state,
             limits=np.array(list(limits), dtype=np.float64),
+            copy_us=copy_us,
+            publish_us=publish_us,
         ),
         _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured, attention.source),
         tables.gpu,
@@ -263,6 +270,14 @@ def prefill_us(tables: CostTables, done: int, chunk: int) -> tuple[float, float,
     largest = len(tables.prefill_state_us) - 1
     state = tables.prefill_state_us[min(chunk, largest)] * max(chunk / largest, 1.0)
     return attention, state, end > tables.limits[1] or chunk > tables.limits[3]
+
+
+@njit(inline="always")
+def boundary_us(tables: CostTables, copied: int, published: int) -> float:
+    """Time for the states of requests that move to another block: `copied` of prompts, `published` of decoding ones."""
+    copying: float = tables.copy_us[min(copied, len(tables.copy_us) - 1)]
+    publishing: float = tables.publish_us[min(published, len(tables.publish_us) - 1)]
+    return copying + publishing
 
 
 @njit()

@@ -1,7 +1,8 @@
 """Request traces: pairs of prompt and output length, with arrival times where the source has them.
 
 A trace is a shipped one, by name, or a CSV file with the columns input_tokens, output_tokens and, for its
-clock, t_s or t_ms; the header of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
+clock, t_s or t_ms; conversation, hash_ids and priority are read where they are there (`simulator.scenario` says what
+they mean); the header of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
 is understood as well. Rows are counted from 1, the header not included.
 """
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 MAX_TOKENS = np.iinfo(np.int32).max
+MAX_PRIORITY = 1000
 
 
 class ShippedTrace(NamedTuple):
@@ -40,6 +42,9 @@ SHIPPED: dict[str, ShippedTrace] = {
         "ShareGPT first pairs of 4 tokens or more each, prompt <= 1024, sum <= 2048 (benchmark filter)",
         False,
     ),
+    "sharegpt-multiturn": ShippedTrace(
+        "sharegpt_multiturn.csv.gz", "ShareGPT conversations, every prompt with its history, up to 16,384 tokens", False
+    ),
     "arxiv-summarization": ShippedTrace(
         "arxiv_summarization.csv.gz", "arXiv papers and their summaries, as processed by Vidur", False
     ),
@@ -50,14 +55,34 @@ _AZURE_NAMES = {"TIMESTAMP": "timestamp", "ContextTokens": "input_tokens", "Gene
 _TIME_UNITS_S = {"t_s": 1.0, "t_ms": 1e-3}
 
 
+class HashIds(NamedTuple):
+    """Numbers of the units of every prompt: those of row i are `ids[start[i]:start[i + 1]]`."""
+
+    start: NDArray[np.int64]
+    ids: NDArray[np.int64]
+
+    def of(self, rows: NDArray[np.int64], offset: NDArray[np.int64]) -> HashIds:
+        """The units of the given rows, each number raised by its row's offset."""
+        counts = self.start[rows + 1] - self.start[rows]
+        start = np.concatenate([[0], np.cumsum(counts)])
+        places = np.arange(start[-1]) + np.repeat(self.start[rows] - start[:-1], counts)
+        return HashIds(start, self.ids[places] + np.repeat(offset, counts))
+
+
 class Trace(NamedTuple):
-    """Requests in the order of the source; rows without input or output tokens are left out and counted."""
+    """Requests in the order of the source; rows without input or output tokens are left out and counted.
+
+    Conversations are numbered from 0. Where no clock was asked for, their turns stand together.
+    """
 
     source: str
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     arrival_s: NDArray[np.float64] | None  # non-decreasing, from 0; None when no clock was asked for
     num_dropped: int
+    conversation: NDArray[np.int64] | None = None
+    priority: NDArray[np.int32] | None = None
+    hash_ids: HashIds | None = None
 
 
 def load_trace(name: str, *, clock: bool = False) -> Trace:
@@ -92,8 +117,8 @@ def _shipped(name: str, clock: bool) -> Trace:
     if "vllm_filter" in frame.columns:
         frame = frame.filter(frame["vllm_filter"] == "1")
     trace = _parse(frame, name, shipped.source, clock)
-    for column in (trace.prompt_tokens, trace.output_tokens, trace.arrival_s):
-        if column is not None:
+    for column in trace:
+        if isinstance(column, np.ndarray):
             column.flags.writeable = False
     return trace
 
@@ -130,7 +155,46 @@ def _parse(frame: pl.DataFrame, name: str, source: str, clock: bool) -> Trace:
     arrival_s = _clock(frame, name)[keep] if clock else None
     if arrival_s is not None:
         arrival_s = arrival_s - arrival_s[0]
-    return Trace(source, prompt[keep], output[keep], arrival_s, int(len(keep) - keep.sum()))
+    rows = np.flatnonzero(keep)
+    conversation = None
+    if "conversation" in frame.columns:
+        conversation = _numbered(frame["conversation"])[rows]
+        if not clock:
+            order = np.argsort(conversation, kind="stable")
+            rows, conversation = rows[order], conversation[order]
+    hash_ids = None
+    if "hash_ids" in frame.columns:
+        hash_ids = _hash_ids(frame, name).of(rows, np.zeros(len(rows), np.int64))
+    priority = _priorities(frame, name)[rows] if "priority" in frame.columns else None
+    dropped = int(len(keep) - keep.sum())
+    return Trace(source, prompt[rows], output[rows], arrival_s, dropped, conversation, priority, hash_ids)
+
+
+def _numbered(column: pl.Series) -> NDArray[np.int64]:
+    """Numbers from 0 for the values of a column as they first appear; an empty field has a number of its own."""
+    numbers: dict[str, int] = {}
+    found = [numbers.setdefault(value or f"\0{row}", len(numbers)) for row, value in enumerate(column)]
+    return np.array(found, dtype=np.int64)
+
+
+def _hash_ids(frame: pl.DataFrame, name: str) -> HashIds:
+    import polars as pl
+
+    lists = frame["hash_ids"].fill_null("").str.strip_chars().str.split(" ")
+    counts = lists.list.len().to_numpy().astype(np.int64)
+    ids = lists.explode(empty_as_null=False).cast(pl.Int64, strict=False)
+    if ids.null_count():
+        empty = lists.list.eval(pl.element().cast(pl.Int64, strict=False).is_null().any()).list.first().to_numpy()
+        _require(~empty, frame, name, "hash_ids", "a list of whole numbers with spaces between them")
+    return HashIds(np.concatenate([[0], np.cumsum(counts)]), ids.to_numpy().astype(np.int64))
+
+
+def _priorities(frame: pl.DataFrame, name: str) -> NDArray[np.int32]:
+    values = _numbers(frame, "priority")
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(values) <= MAX_PRIORITY) & (values == np.floor(values))
+    _require(good, frame, name, "priority", f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return values.astype(np.int32)
 
 
 def _numbers(frame: pl.DataFrame, column: str) -> NDArray[np.float64]:

@@ -3,8 +3,8 @@
 Lengths come from a trace, in its order and with prompt and output kept together, or from a named
 distribution. Arrivals come from the trace's clock, from gamma-distributed gaps as in `vllm bench serve`, at
 a constant rate, or all at time 0 for a closed loop, whose pace the client's cap on concurrency sets.
-Requests are made in blocks, so that memory does not grow with their number. Random numbers of gaps, prompts
-and outputs come from separate streams.
+Requests are made in blocks, so that memory does not grow with their number. Random numbers of gaps, prompts,
+outputs and priorities come from separate streams.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lab.errors import UsageError
+from simulator.conversations import conversation_blocks, is_conversational
+from simulator.requests import PrefixIds, RequestBlock, requests_of
 from simulator.traces import MAX_TOKENS, Trace, load_trace
 
 if TYPE_CHECKING:
@@ -28,14 +30,6 @@ Floats = NDArray[np.float64]
 
 #: Draws stay within this many standard deviations of the logarithm, so that every law has a longest request.
 CLIP_SIGMAS = 3.0
-
-
-class RequestBlock(NamedTuple):
-    """Consecutive requests."""
-
-    arrival_s: Floats  # [n] non-decreasing over all blocks; 0 in a closed loop
-    prompt_tokens: NDArray[np.int32]  # [n]
-    output_tokens: NDArray[np.int32]  # [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +74,46 @@ def request_blocks(workload: WorkloadSettings, seed: int, block: int = 4096) -> 
 
     Raises `UsageError` at the call, not at the first block.
     """
-    arrival_seed, prompt_seed, output_seed = np.random.SeedSequence(seed).spawn(3)
+    arrival_seed, prompt_seed, output_seed, priority_seed = np.random.SeedSequence(seed).spawn(4)
     trace = _trace(workload)
-    clock = _clock(workload, trace, arrival_seed, block)
-    if trace is not None:
-        return _from_trace(trace, clock)
-    return _from_law(length_law(workload.lengths or ""), clock, prompt_seed, output_seed)
+    if trace is not None and is_conversational(workload, trace):
+        blocks = conversation_blocks(trace, workload, lambda count: _clock(workload, None, arrival_seed, block, count))
+    elif trace is not None:
+        blocks = _from_trace(trace, workload, _clock(workload, trace, arrival_seed, block, workload.num_requests))
+    else:
+        clock = _clock(workload, None, arrival_seed, block, workload.num_requests)
+        blocks = _from_law(length_law(workload.lengths or ""), clock, prompt_seed, output_seed)
+        blocks = (_sharing(requests, workload.shared_prefix_tokens) for requests in blocks)
+    return blocks if workload.priority_classes is None else _with_classes(blocks, workload, priority_seed)
 
 
-def _from_trace(trace: Trace, clock: Iterator[Floats]) -> Iterator[RequestBlock]:
-    """Lengths in the order of the trace, from its start again after its end."""
+def _from_trace(trace: Trace, workload: WorkloadSettings, clock: Iterator[Floats]) -> Iterator[RequestBlock]:
+    """Requests in the order of the trace, from its start again, as others, after its end."""
     reached = 0
     for arrival_s in clock:
-        rows = np.arange(reached, reached + len(arrival_s)) % len(trace.prompt_tokens)
-        yield RequestBlock(arrival_s, trace.prompt_tokens[rows], trace.output_tokens[rows])
+        round_, rows = np.divmod(np.arange(reached, reached + len(arrival_s)), len(trace.prompt_tokens))
+        yield requests_of(trace, workload, arrival_s, rows, round_)
         reached += len(arrival_s)
+
+
+def _sharing(block: RequestBlock, shared_tokens: int) -> RequestBlock:
+    """Requests that have their first tokens in common."""
+    own = np.full(len(block.prompt_tokens), -1, np.int64)
+    return block._replace(prefix=PrefixIds.streams(own, shared_tokens)) if shared_tokens else block
+
+
+def _with_classes(
+    blocks: Iterator[RequestBlock], workload: WorkloadSettings, seed: np.random.SeedSequence
+) -> Iterator[RequestBlock]:
+    """Requests with priorities drawn by their shares."""
+    classes = sorted((workload.priority_classes or {}).items())
+    priorities = np.array([priority for priority, _ in classes], np.int32)
+    shares = np.cumsum([share for _, share in classes])
+    rng = np.random.default_rng(seed)
+    for block in blocks:
+        drawn = rng.random(len(block.prompt_tokens)) * shares[-1]
+        chosen = np.searchsorted(shares[:-1], drawn, side="right")
+        yield block._replace(priority=priorities[chosen])
 
 
 def _from_law(
@@ -148,6 +167,9 @@ def describe(workload: WorkloadSettings) -> dict[str, Any]:
         "burstiness": workload.burstiness,
         "max_concurrency": workload.max_concurrency,
         "num_requests": workload.num_requests,
+        "think_time_s": workload.think_time_s,
+        "shared_prefix_tokens": workload.shared_prefix_tokens,
+        "priority_classes": workload.priority_classes,
         "trace_rows": None if trace is None else len(trace.prompt_tokens),
         "trace_rows_dropped": None if trace is None else trace.num_dropped,
     }
@@ -175,10 +197,10 @@ def _indices(count: int, block: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _clock(
-    workload: WorkloadSettings, trace: Trace | None, seed: np.random.SeedSequence, block: int
+    workload: WorkloadSettings, trace: Trace | None, seed: np.random.SeedSequence, block: int, count: int
 ) -> Iterator[Floats]:
-    """Arrival times in seconds, block by block."""
-    count, rate = workload.num_requests, workload.request_rate
+    """`count` arrival times in seconds, block by block."""
+    rate = workload.request_rate
     if workload.burstiness != 1.0 and workload.arrivals != "gamma":
         raise UsageError(
             f"workload.burstiness = {workload.burstiness:g} needs arrivals 'gamma', not '{workload.arrivals}'"

@@ -38,6 +38,7 @@ def vllm_settings(ledger: SglangLedger) -> EngineSettings:
         max_model_len=settings.context_length,
         max_num_seqs=ledger.pools.max_running_requests,
         max_num_batched_tokens=settings.step_tokens,
+        async_scheduling=ledger.overlap_schedule,
         weight_dtype=settings.weight_dtype,
         kv_cache_dtype="fp8" if settings.kv_dtype.startswith("fp8") else "bfloat16",
         mamba_ssm_cache_dtype=settings.mamba_ssm_dtype,

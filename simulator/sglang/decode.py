@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from simulator.enginestate import Queues
 from simulator.jit import njit
-from simulator.scheduler import Queues, release_blocks
+from simulator.scheduler import forget_computed, leave_running
 from simulator.sglang.pool import allowed_tokens, decode_pages, hold_pages, is_prompt, lacks
+from simulator.waitqueue import enqueue
 
 #: Steps that a retraction gives the remaining requests when it sets the ratio (`SGLANG_RETRACT_DECODE_STEPS`).
 RETRACT_STEPS = 20
@@ -71,21 +73,9 @@ def _victim(queues: Queues) -> Any:
 @njit()
 def _retract(queues: Queues, turn: int) -> None:
     """Take a running request's pages away and put it at the end of the waiting queue, to be recomputed."""
-    state = queues.state[0]
-    index = queues.running[turn]
-    slot = queues.slots[index]
-    state.num_running -= 1
-    for place in range(turn, state.num_running):
-        queues.running[place] = queues.running[place + 1]
-    release_blocks(queues, slot)
-    slot.computed = 0
-    slot.scheduled = 0
-    slot.decoding = 0
-    slot.num_preemptions += 1
-    state.num_preemptions += 1
-    state.preempted_in_step += 1
-    queues.waiting[(state.waiting_head + state.num_waiting) % len(queues.waiting)] = index
-    state.num_waiting += 1
+    index = leave_running(queues, turn)
+    forget_computed(queues, index)
+    enqueue(queues, index)
 
 
 @njit()

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from simulator.enginestate import Queues
 from simulator.jit import njit
-from simulator.scheduler import Queues
 
 #: Settings and state of this scheduler beside vLLM's. `enabled` is 0 when vLLM's scheduler runs. `state_capped`: the
 #: state pool sets `max_num_seqs`. `batch_is_full`: no prompt is tried again before a request leaves the batch.

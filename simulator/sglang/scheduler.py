@@ -7,8 +7,8 @@ of tokens, and then requests are retracted: they lose their tokens, go to the en
 the ratio is raised. A running request also holds slots of the state pool. `srt/managers/schedule_policy.py`,
 `schedule_batch.py` of SGLang 0.5.23.
 
-Requests, queues and records are those of `simulator.scheduler`; a page of the KV pool is a block there. Prefixes that
-the radix cache could hit would shorten `num_tokens(slot)` where a request is admitted; no trace here carries them.
+Requests, queues and records are those of `simulator.enginestate`; a page of the KV pool is a block there. Prompts are
+computed whole: what the radix cache would hit is not modelled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from simulator.enginestate import Queues, num_tokens
 from simulator.jit import njit
-from simulator.scheduler import Queues, num_tokens, send
 from simulator.sglang.decode import decode, decode_all
 from simulator.sglang.pool import allowed_tokens, decode_pages, hold_pages, is_prompt, pages
+from simulator.waitqueue import dequeue, first_waiting, send
 
 #: In place of a limit that is off.
 _NO_LIMIT = np.int64(1) << 40
@@ -101,7 +102,7 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
         total_room -= _may_emit(queues, queues.slots[queues.running[state.num_running - 1]])
     admitted = 0
     while state.num_waiting > 0 and chunk_room > 0 and input_room > 0 and not _no_slot(queues):
-        index = queues.waiting[state.waiting_head]
+        index = first_waiting(queues)
         slot = queues.slots[index]
         prompt, more = num_tokens(slot), _may_emit(queues, slot)
         if prompt + more + page >= total_room:
@@ -110,8 +111,7 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
         chunk = _chunk(queues, slot, chunk_room)
         if chunk == 0 or (prompt >= input_room and tokens + admitted > 0):
             break
-        state.waiting_head = (state.waiting_head + 1) % len(queues.waiting)
-        state.num_waiting -= 1
+        dequeue(queues)
         queues.running[state.num_running] = index
         state.num_running += 1
         if np.isnan(slot.scheduled_s):

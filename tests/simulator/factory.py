@@ -9,9 +9,9 @@ import numpy as np
 import simpy
 
 from simulator.engine import Client, Engine, EngineConfig
+from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
 from simulator.stepcost import CostTables
-from simulator.workload import RequestBlock
 
 
 def constant_cost(max_rows: int, per_row_us: float = 0.0, max_model_len: int = 1000) -> CostTables:
@@ -57,6 +57,7 @@ def run(
     acceptance: AcceptanceTables | None = None,
     max_concurrency: int | None = None,
     after_step: Callable[[Engine, Any], None] | None = None,
+    buffer_records: int = 1,
 ) -> tuple[Engine, dict[str, Any]]:
     """Serve all requests, 1 ms a step and 1 µs a row; `after_step(engine, step)` sees the engine after every step."""
     kept: dict[str, list[Any]] = {"steps": [], "requests": [], "gaps_s": []}
@@ -69,7 +70,7 @@ def run(
     env = simpy.Environment()
     rows = max(config.max_num_batched_tokens, config.max_num_seqs * config.rows)
     cost = constant_cost(rows, 1.0, config.max_model_len)
-    engine = Engine(env, config, cost, acceptance or no_drafts(), sink, buffer_records=1)
+    engine = Engine(env, config, cost, acceptance or no_drafts(), sink, buffer_records=buffer_records)
     Client(engine, blocks, max_concurrency)
     env.run()
     return engine, {kind: np.concatenate(arrays) for kind, arrays in kept.items() if arrays}

@@ -11,7 +11,7 @@ import simpy
 from factory import constant_cost, no_drafts
 
 from simulator.engine import Client, Engine, EngineConfig
-from simulator.workload import RequestBlock
+from simulator.requests import RequestBlock
 
 SERVICE_S = 0.01
 

@@ -130,7 +130,10 @@ def cell(**sections: Any) -> dict[str, Any]:
             cell(engine={"num_gpu_blocks_override": 900}, speculation={"tree": ["1,1", "2,2"]}),
             "counts blocks of one state method and tree, and this sweep has 2",
         ),
-        (cell(engine={"enable_prefix_caching": True}), "enable_prefix_caching = true"),
+        (
+            cell(engine={"enable_prefix_caching": True, "max_num_batched_tokens": 1000}),
+            "below the block of 1072 tokens at which prefix caching cuts prompts; raise it to at least 1072",
+        ),
         (cell(engine={"max_model_len": 100}), "longest request of the workload has 110 tokens"),
         (cell(engine={"enable_chunked_prefill": False, "max_num_batched_tokens": 64}), "longest request, 110 tokens"),
         (cell(engine={"max_num_batched_tokens": 3}), "below the 4 rows of tree"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from simulator.requests import RequestBlock
 from simulator.scenario import WorkloadSettings
-from simulator.workload import RequestBlock, request_blocks
+from simulator.workload import request_blocks
 
 
 def workload(**fields: Any) -> WorkloadSettings:
@@ -23,7 +24,8 @@ def workload(**fields: Any) -> WorkloadSettings:
 def whole(settings_: WorkloadSettings, seed: int = 0, block: int = 4096) -> RequestBlock:
     """All requests of a workload in one block."""
     blocks = list(request_blocks(settings_, seed, block))
-    return RequestBlock(*(np.concatenate(column) for column in zip(*blocks, strict=True)))
+    columns = zip(*(block[:3] for block in blocks), strict=True)
+    return RequestBlock(*(np.concatenate(column) for column in columns))
 
 
 def csv_file(folder: Path, text: str, name: str = "requests.csv") -> str:
