@@ -13,8 +13,9 @@ import lab
 from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
+from simulator.check import CheckedCell, check
 from simulator.records import part_files
-from simulator.run import CheckedCell, check, identity, simulate, step_cost
+from simulator.run import identity, simulate, step_cost
 from simulator.scenario import Scenario
 from simulator.stepcost import StepCost
 

@@ -12,7 +12,7 @@ from simulator.requests import RequestBlock, Turns, requests_of
 from simulator.traces import Trace
 
 if TYPE_CHECKING:
-    from simulator.scenario import WorkloadSettings
+    from simulator.settings import WorkloadSettings
 
 Clock = Callable[[int], Iterator[NDArray[np.float64]]]
 

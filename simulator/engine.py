@@ -16,12 +16,12 @@ import simpy
 
 from simulator.blockkeys import block_keys
 from simulator.blockpool import new_pool
+from simulator.costtables import CostTables
 from simulator.enginestate import SETTINGS, SLOT, STATE, UNBOUNDED, Queues
 from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
 from simulator.sglang.config import SglangConfig, sglang_record
 from simulator.step import REQUEST, STEP, Records, advance, has_work, needs_backlog
-from simulator.stepcost import CostTables
 
 #: Records kept in memory before they are handed to the sink.
 BUFFER_RECORDS = 1 << 15

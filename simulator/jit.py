@@ -16,12 +16,12 @@ import numba
 _COMPILED = (
     "blockkeys.py",
     "blockpool.py",
+    "costtables.py",
     "enginestate.py",
     "prefixcache.py",
     "sampling.py",
     "scheduler.py",
     "step.py",
-    "stepcost.py",
     "waitqueue.py",
     "sglang/decode.py",
     "sglang/pool.py",

@@ -16,7 +16,7 @@ from lab.shapes import ModelShape
 from lab.trees import DraftTree
 from lab.units import GIB, gib
 from simulator.memory import PoolLayout, kv_cache_tokens, max_concurrency, pool_layout, requested_bytes
-from simulator.scenario import EngineSettings
+from simulator.settings import EngineSettings
 
 
 class TooManySeqsError(InfeasibleError):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from simulator.traces import Trace
 
 if TYPE_CHECKING:
-    from simulator.scenario import WorkloadSettings
+    from simulator.settings import WorkloadSettings
 
 #: Offset of the numbers of prompt units when a trace starts again.
 _AGAIN = 1 << 40

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from simulator.check import check
 from simulator.requests import PrefixIds, RequestBlock
-from simulator.run import check, run_engine, step_cost
+from simulator.run import run_engine, step_cost
 from simulator.scenario import Scenario
 
 #: Prompt tokens without and with prefix caching, and how many of the latter all requests have in common.

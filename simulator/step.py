@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, prefill_us
 from simulator.enginestate import Queues, num_tokens
 from simulator.jit import njit
 from simulator.prefixcache import publish_decoded
 from simulator.sampling import AcceptanceTables, sample_accepted
 from simulator.scheduler import retire, schedule
 from simulator.sglang.scheduler import hide_host_time, schedule_sglang
-from simulator.stepcost import CostTables, attention_us, batching_shares, boundary_us, prefill_us
 from simulator.waitqueue import next_send_s, set_timer
 
 #: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.

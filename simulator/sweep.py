@@ -23,11 +23,13 @@ from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
+from simulator.check import CheckedCell, check
 from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
-from simulator.run import CheckedCell, check, identity, step_cost
+from simulator.run import identity, step_cost
 from simulator.rundir import check_target, publish, unfinished
-from simulator.scenario import EngineSettings, Scenario
+from simulator.scenario import Scenario
+from simulator.settings import EngineSettings
 from simulator.workers import run_all
 from simulator.workload import describe
 

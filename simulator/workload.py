@@ -24,7 +24,7 @@ from simulator.requests import PrefixIds, RequestBlock, requests_of
 from simulator.traces import MAX_TOKENS, Trace, load_trace
 
 if TYPE_CHECKING:
-    from simulator.scenario import WorkloadSettings
+    from simulator.settings import WorkloadSettings
 
 Floats = NDArray[np.float64]
 

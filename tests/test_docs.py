@@ -18,7 +18,8 @@ from lab.methods import get_method
 from lab.shapes import load_shape
 from lab.trees import DraftTree
 from reports import validation
-from simulator.scenario import EngineSettings, expand
+from simulator.scenario import expand
+from simulator.settings import EngineSettings
 from simulator.stepcost import build_step_cost
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from lab.shapes import ModelShape
 from lab.trees import DraftTree
 from lab.units import GIB
 from simulator.engine import EngineConfig
-from simulator.scenario import EngineSettings, HostSettings
+from simulator.settings import EngineSettings, HostSettings
 from simulator.sglang.config import SglangConfig
 from simulator.sglang.ledger import SglangLedger, build_sglang_ledger
 from simulator.sglang.settings import SglangSettings

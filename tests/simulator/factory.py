@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import simpy
 
+from simulator.costtables import CostTables
 from simulator.engine import Client, Engine, EngineConfig
 from simulator.requests import RequestBlock
 from simulator.sampling import AcceptanceTables
-from simulator.stepcost import CostTables
 
 
 def constant_cost(max_rows: int, per_row_us: float = 0.0, max_model_len: int = 1000) -> CostTables:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lab.errors import InfeasibleError
-from simulator.run import check, simulate, step_cost
+from simulator.check import check
+from simulator.run import simulate, step_cost
 from simulator.scenario import expand, read_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from histories import HARNESSES, check_common
+from harness import check_end
+from histories import HARNESSES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,7 @@ def check_history(engine: str, data: st.DataObject) -> None:
     harness = HARNESSES[engine]
     history = data.draw(harness.histories())
     served, kept = harness.serve(history, harness.watcher(history))
-    check_common(history, kept)
-    harness.check_end(served)
+    check_end(history, served, kept)
 
 
 @pytest.mark.parametrize("engine", HARNESSES)

@@ -22,7 +22,7 @@ from simulator.memory import (
     max_concurrency_running_scratch,
     pool_layout,
 )
-from simulator.scenario import EngineSettings
+from simulator.settings import EngineSettings
 
 LOGS = Path(__file__).parents[1] / "golden" / "kv_cache_logs.csv"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from simulator.run import check, run_engine, step_cost
+from simulator.check import check
+from simulator.run import run_engine, step_cost
 from simulator.scenario import Scenario
 from simulator.workload import request_blocks
 

@@ -12,8 +12,9 @@ from lab.methods import get_method
 from lab.profiles import folders, load_tables
 from lab.shapes import load_shape
 from lab.trees import DraftTree
-from simulator.scenario import EngineSettings
-from simulator.stepcost import StepCost, attention_us, build_step_cost
+from simulator.costtables import attention_us
+from simulator.settings import EngineSettings
+from simulator.stepcost import StepCost, build_step_cost
 
 CHAIN, TREE = DraftTree.chain(3), DraftTree.from_widths((4, 1))
 LAYERS = 10

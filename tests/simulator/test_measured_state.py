@@ -14,7 +14,8 @@ from lab.profiles import folders, load_tables
 from lab.profiles.kernels import gpu_kernels
 from lab.shapes import load_shape
 from lab.trees import DraftTree
-from simulator.scenario import EngineSettings, expand
+from simulator.scenario import expand
+from simulator.settings import EngineSettings
 from simulator.stepcost import StepCost, build_step_cost
 from simulator.sweep import run_sweep
 

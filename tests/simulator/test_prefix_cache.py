@@ -14,7 +14,7 @@ from histories import HARNESSES, History
 from simulator.blockkeys import block_keys
 from simulator.engine import Client, Engine, EngineConfig
 from simulator.requests import PrefixIds, RequestBlock
-from simulator.scenario import WorkloadSettings
+from simulator.settings import WorkloadSettings
 from simulator.workload import request_blocks
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import polars as pl
 import pytest
 
+from simulator.check import check
 from simulator.records import part_files
-from simulator.run import check, simulate, step_cost
+from simulator.run import simulate, step_cost
 from simulator.scenario import expand
 
 
@@ -85,7 +86,8 @@ def test_a_running_limit_caps_what_runs_and_what_records_are_reserved(tmp_path: 
 def test_memory_does_not_grow_with_the_number_of_steps(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from simulator.run import check, simulate, step_cost; from simulator.scenario import expand\n"
+        "from simulator.check import check; from simulator.run import simulate, step_cost\n"
+        "from simulator.scenario import expand\n"
         "workload = {'lengths': 'fixed:50/4000', 'max_concurrency': 8, 'num_requests': int(sys.argv[1])}\n"
         "spec = {'state_method': 'recurrent'}\n"
         "raw = {'model': 'Qwen3.5-35B-A3B', 'speculation': spec, 'workload': workload}\n"

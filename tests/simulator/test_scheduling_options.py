@@ -10,8 +10,8 @@ from factory import requests, run, small
 from workloads import csv_file, workload
 
 from lab.errors import InfeasibleError, UsageError
+from simulator.check import check
 from simulator.requests import Turns
-from simulator.run import check
 from simulator.scenario import Scenario
 from simulator.workload import request_blocks
 

@@ -14,10 +14,11 @@ from lab.profiles import load_tables
 from lab.profiles.grids import Curve
 from lab.shapes import load_shape
 from lab.trees import DraftTree
+from simulator.costtables import attention_us, prefill_us
 from simulator.rowcost import RowPricer, gemms
-from simulator.scenario import EngineSettings
+from simulator.settings import EngineSettings
 from simulator.statecost import GdnKernels
-from simulator.stepcost import StepCost, attention_us, build_step_cost, prefill_us, step_breakdown
+from simulator.stepcost import StepCost, build_step_cost, step_breakdown
 
 ROOT = DraftTree.chain(0)
 CHAIN = DraftTree.chain(3)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from simulator.requests import RequestBlock
-from simulator.scenario import WorkloadSettings
+from simulator.settings import WorkloadSettings
 from simulator.workload import request_blocks
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from lab.errors import UsageError
 from reports import write_report
-from simulator.run import check, simulate, step_cost
+from simulator.check import check
+from simulator.run import simulate, step_cost
 from simulator.scenario import expand, read_yaml
 from simulator.sglang.memory import balanced_full_memory_ratio
 from simulator.sweep import plan_cells, run_sweep

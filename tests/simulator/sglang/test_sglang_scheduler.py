@@ -1,4 +1,4 @@
-"""SGLang's scheduler: one fact of the engine's behaviour per test, then its invariants on random histories."""
+"""SGLang's scheduler: one fact of the engine's behaviour per test."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factory import chain_acceptance, no_drafts, requests, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from factory import chain_acceptance, requests, run
 from sglang_factory import small_sglang
 
-from simulator.engine import Engine, EngineConfig
+from simulator.engine import Engine
 
 
 def by_id(kept: dict[str, Any]) -> Any:
@@ -167,101 +165,3 @@ def test_overlap_hides_the_shorter_of_host_and_gpu_time() -> None:
 
     assert durations(False, 3000).tolist() == pytest.approx([4000, 1001])
     assert durations(True, 3000).tolist() == pytest.approx([3000, 1000])
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> tuple[EngineConfig, list[int], list[int], list[float], int | None]:
-    """Any workload on any engine whose pools fit one request, down to the smallest."""
-    rows = draw(st.sampled_from([1, 2, 4, 8]))
-    page = draw(st.sampled_from([1, 4, 16]))
-    count = draw(st.integers(1, 12))
-    prompts = draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
-    outputs = draw(st.lists(st.integers(1, 36), min_size=count, max_size=count))
-    longest = max(prompt + output for prompt, output in zip(prompts, outputs, strict=True))
-    asked = draw(st.sampled_from([0, 20]))
-    smallest = max(longest + page + 1, max(prompts) + asked + page + 1, longest - 1 + rows + page)
-    pages = -(-smallest // page) + draw(st.integers(0, 150)) // page
-    held = draw(st.integers(1, 3))
-    chunk = draw(st.sampled_from([0, 16, 32, 64]))
-    config = small_sglang(
-        tokens=pages * page,
-        page_size=page,
-        rows=rows,
-        max_model_len=96,
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=240,
-        seed=draw(st.integers(0, 9)),
-        sglang={
-            "state_slots": held * draw(st.integers(1, 8)),
-            "state_slots_held": held,
-            "chunked_prefill_size": chunk,
-            "max_new_tokens": asked,
-            "max_prefill_tokens": draw(st.sampled_from([16, 64, 128])),
-            "mixed_chunk": rows == 1 and draw(st.booleans()),
-            "overlap_schedule": draw(st.booleans()),
-            "schedule_conservativeness": draw(st.sampled_from([0.01, 0.3, 1.0, 1.5])),
-        },
-    )
-    arrivals = np.cumsum(draw(st.lists(st.floats(0, 0.02), min_size=count, max_size=count))).tolist()
-    return config, prompts, outputs, arrivals, draw(st.sampled_from([None, 1, 3]))
-
-
-def check_step(engine: Engine, step: Any, clock: list[float]) -> None:
-    """INV-3 both pools conserved, INV-4 requests conserved, INV-5 the clock never goes back."""
-    state, queues, config = engine.state, engine.queues, engine.config
-    page, own = config.block_size_tokens, queues.sglang[0]
-    running = queues.slots[queues.running[: state["num_running"]]]
-    assert state["free_blocks"] + running["blocks"].sum() == config.num_blocks
-    assert state["free_blocks"] >= 0
-    assert (running["blocks"] * page >= running["computed"]).all()
-    assert len(running) * own["state_slots_held"] <= own["state_slots"]
-    assert len(running) <= config.max_num_seqs
-    assert (running["decoding"][:-1] == 1).all()  # at most one prompt is cut, and it is the last
-    ring = (state["waiting_head"] + np.arange(state["num_waiting"])) % len(queues.waiting)
-    waiting = queues.slots[queues.waiting[ring]]
-    assert not waiting["blocks"].any()
-    assert not waiting["computed"].any()
-    assert state["num_arrived"] == state["num_finished"] + state["num_running"] + state["num_waiting"]
-    assert len(set(running["request_id"]) | set(waiting["request_id"])) == len(running) + len(waiting)
-    assert own["min_new_token_ratio"] <= own["new_token_ratio"] <= 1
-    if not config.sglang.mixed_chunk:
-        assert step["prefill_tokens"] == 0 or step["decoding"] == 0
-    if config.sglang.chunked_prefill_size:
-        assert step["prefill_tokens"] <= config.sglang.chunked_prefill_size
-    assert step["prefill_tokens"] + step["decoding"] > 0
-    assert step["start_s"] >= clock[-1]
-    clock.append(float(state["now_s"]))
-
-
-@settings(max_examples=300, deadline=None)
-@given(histories())
-def test_inv_3_4_5_pools_and_requests_are_conserved_and_time_goes_forward(history: Any) -> None:
-    config, prompts, outputs, arrivals, cap = history
-    survival = np.cumprod(np.full(config.rows - 1, 0.8))
-    acceptance = chain_acceptance(*survival) if config.rows > 1 else no_drafts()
-    clock = [0.0]
-    engine, kept = run(
-        config, requests(prompts, outputs, arrivals), acceptance, cap, lambda e, step: check_step(e, step, clock)
-    )
-    done = by_id(kept)
-    assert engine.state["free_blocks"] == config.num_blocks
-    assert done["request_id"].tolist() == list(range(len(prompts)))
-    assert done["output_tokens"].tolist() == outputs
-    assert kept["steps"]["emitted_tokens"].sum() == sum(outputs)
-    assert done["num_preemptions"].sum() == kept["steps"]["preempted"].sum()
-    assert (done["arrival_s"] >= np.array(arrivals)).all()
-    assert (done["arrival_s"] <= done["scheduled_s"]).all()
-    assert (done["scheduled_s"] < done["first_token_s"]).all()
-    assert (done["first_token_s"] <= done["last_token_s"]).all()
-
-
-@settings(max_examples=50, deadline=None)
-@given(histories())
-def test_inv_6_one_seed_gives_one_result(history: Any) -> None:
-    config, prompts, outputs, arrivals, cap = history
-    survival = np.cumprod(np.full(max(config.rows - 1, 1), 0.6))
-    acceptance = chain_acceptance(*survival[: config.rows - 1])
-    results = [run(config, requests(prompts, outputs, arrivals), acceptance, cap)[1] for _ in range(2)]
-    assert results[0].keys() == results[1].keys()
-    for kind in results[0]:
-        assert np.array_equal(results[0][kind], results[1][kind])
