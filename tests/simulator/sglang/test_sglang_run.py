@@ -110,7 +110,7 @@ def test_bad_values_say_what_to_change(engine: dict[str, Any], message: str) -> 
 
 
 def test_drafts_counted_as_slots_cost_throughput_while_slots_lie_idle(tmp_path: Path) -> None:
-    raw = read_yaml(EXAMPLES / "complaints" / "14-drafts-counted-as-slots.yaml")
+    raw = read_yaml(EXAMPLES / "complaints" / "drafts-counted-as-slots.yaml")
     law = check(expand(raw)[0]).ledger.layout
     assert round(balanced_full_memory_ratio(law, 2 * 4512), 2) == raw["engine"]["mamba_full_memory_ratio"][0]
     right, counted = rows(raw, tmp_path)
@@ -122,7 +122,7 @@ def test_drafts_counted_as_slots_cost_throughput_while_slots_lie_idle(tmp_path: 
 
 
 def test_reserved_slots_make_requests_queue_beside_an_idle_pool(tmp_path: Path) -> None:
-    capped, enough = rows(read_yaml(EXAMPLES / "complaints" / "15-slots-reserved-not-used.yaml"), tmp_path)
+    capped, enough = rows(read_yaml(EXAMPLES / "complaints" / "slots-reserved-not-used.yaml"), tmp_path)
     assert (capped["peak_running"], enough["peak_running"]) == (8, 16)
     assert capped["peak_mamba_usage"] == pytest.approx(0.8)
     assert capped["peak_kv_usage"] < 0.05
