@@ -20,6 +20,7 @@ from lab.shapes import ModelShape, load_shape
 from lab.trees import DraftTree, parse_tree
 from lab.units import GIB
 from simulator.engine import Client, Engine, EngineConfig
+from simulator.gputime import with_gpu_time
 from simulator.ledger import Ledger, build_ledger
 from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
@@ -88,7 +89,7 @@ def check(scenario: Scenario) -> CheckedCell:
 def step_cost(cell: CheckedCell) -> StepCost:
     """The cell's cost tables; raises `UsageError` when no operator table covers the model."""
     scenario = cell.scenario
-    return build_step_cost(
+    tables = build_step_cost(
         cell.shape,
         scenario.gpu,
         scenario.tensor_parallel_size,
@@ -97,6 +98,7 @@ def step_cost(cell: CheckedCell) -> StepCost:
         cell.tree,
         rows_committed=cell.acceptance_length,
     )
+    return with_gpu_time(tables, scenario.gpu_time)
 
 
 def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]:

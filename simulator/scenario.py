@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from lab.errors import UsageError
 from lab.methods import METHODS
+from simulator.calibration.file import with_calibration
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
@@ -175,8 +176,18 @@ class HostSettings(_Section):
     ms_per_prompt_step: Milliseconds = 9.0
 
 
+class GpuTimeSettings(_Section):
+    """Factors on the GPU time of the operator tables: of memory-bound steps, and of what prompts add."""
+
+    decode_factor: Annotated[float, Field(ge=1e-2, le=100, allow_inf_nan=False)] = 1.0
+    prompt_factor: Annotated[float, Field(ge=1e-2, le=100, allow_inf_nan=False)] = 1.0
+
+
 class Scenario(_Section):
-    """One simulated service: everything a run depends on."""
+    """One simulated service: everything a run depends on.
+
+    `calibration` names a file of `treewy calibrate`, whose constants are in `host` and `gpu_time` when it is read.
+    """
 
     name: str = "scenario"
     model: str
@@ -186,6 +197,8 @@ class Scenario(_Section):
     speculation: SpeculationSettings = SpeculationSettings()
     workload: WorkloadSettings
     host: HostSettings = HostSettings()
+    gpu_time: GpuTimeSettings = GpuTimeSettings()
+    calibration: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
@@ -224,6 +237,7 @@ def expand(raw: Mapping[str, Any]) -> list[Scenario]:
 
     Raises `UsageError` naming field, value and what is allowed.
     """
+    raw = with_calibration(raw)
     axes: list[list[tuple[tuple[str, ...], Any]]] = []
     for path in SWEEP_FIELDS:
         value = _get(raw, path)

@@ -21,6 +21,8 @@ import lab
 from lab.errors import InfeasibleError, UsageError
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
+from lab.shapes import load_shape
+from simulator.calibration.file import calibration_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
 from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
@@ -164,6 +166,12 @@ def _write_run(
     (folder / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
 
+def _calibrations(cells: Sequence[Scenario]) -> list[dict[str, Any]]:
+    """The calibration that the cells name, once per model and GPU."""
+    used = dict.fromkeys((cell.calibration, cell.model, cell.gpu) for cell in cells if cell.calibration is not None)
+    return [calibration_record(str(name), load_shape(model).name, gpu) for name, model, gpu in used]
+
+
 def _run_record(
     raw: Mapping[str, Any],
     cells: Sequence[Scenario],
@@ -190,6 +198,7 @@ def _run_record(
         "acceptance": list(unique["acceptance"].values()),
         "step_cost": list(unique["step_cost"].values()),
         "ledgers": list(unique["ledger"].values()),
+        "calibration": _calibrations(cells),
         "skipped": [
             {
                 "model": item.scenario.model,
