@@ -81,7 +81,7 @@ def _check_order(arrival: Floats, first: Floats, last: Floats, path: Path) -> No
     bad = np.flatnonzero((first < arrival - 1e-2) | (last < first))
     if bad.size:
         raise UsageError(
-            f"{path}, row {int(bad[0]) + 1}: arrival, first token and last token must follow each other on one clock and "
+            f"{path}, row {int(bad[0]) + 1}: arrival, first and last token must follow each other on one clock and "
             f"in one unit; found {arrival[bad[0]]:.6g}, {first[bad[0]]:.6g}, {last[bad[0]]:.6g} s"
         )
 

@@ -9,8 +9,9 @@ closely and rough ones loosely. Intervals come from the Jacobian at the solution
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from scipy.stats import t as student_t
 from lab.errors import UsageError
 from simulator.calibration.compare import Error, errors, fitted_metrics
 from simulator.calibration.constants import CONSTANTS, DEFAULT_NAMES, Values, defaults
-from simulator.calibration.levels import Level
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +31,18 @@ _EVALUATIONS = 25
 CONFIDENCE = 0.95
 #: Bounds of the scatter of residuals, in units of `compare.NOISE`.
 LEAST_SCATTER, MOST_SCATTER = 0.1, 10.0
+
+
+class LoadLevel(Protocol):
+    """What a fit needs of a level: its name, what was measured, and what is predicted with given constants."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measured(self) -> Mapping[str, float]: ...
+
+    def predict(self, values: Values) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Fit:
         return {constant.name: constant.value for constant in self.constants}
 
 
-def fit(levels: Sequence[Level], names: Sequence[str] = DEFAULT_NAMES, start: Values | None = None) -> Fit:
+def fit(levels: Sequence[LoadLevel], names: Sequence[str] = DEFAULT_NAMES, start: Values | None = None) -> Fit:
     """Fit the named constants to all levels; raises `UsageError` when no level has a metric to fit."""
     if not any(fitted_metrics(level.measured) for level in levels):
         raise UsageError("the engine results hold no throughput, TTFT, TPOT, ITL or E2EL to fit to")
@@ -75,7 +87,7 @@ def fit(levels: Sequence[Level], names: Sequence[str] = DEFAULT_NAMES, start: Va
     )
 
 
-def leave_one_out(levels: Sequence[Level], names: Sequence[str], start: Values) -> dict[str, list[Error]]:
+def leave_one_out(levels: Sequence[LoadLevel], names: Sequence[str], start: Values) -> dict[str, list[Error]]:
     """Errors of every level predicted with constants that were fitted to the other levels."""
     if len(levels) < 2:
         return {}
@@ -89,7 +101,7 @@ def leave_one_out(levels: Sequence[Level], names: Sequence[str], start: Values) 
 class _Problem:
     """Residuals of a set of levels as a function of the constants on the fit's scale."""
 
-    def __init__(self, levels: Sequence[Level], names: tuple[str, ...]) -> None:
+    def __init__(self, levels: Sequence[LoadLevel], names: tuple[str, ...]) -> None:
         self.levels = levels
         self.constants = [CONSTANTS[name] for name in names]
         self.scatter = 1.0
@@ -104,7 +116,7 @@ class _Problem:
     def values(self, x: Floats) -> dict[str, float]:
         return {constant.name: constant.from_fit(float(at)) for constant, at in zip(self.constants, x, strict=True)}
 
-    def predict(self, level: Level, x: Floats) -> dict[str, float]:
+    def predict(self, level: LoadLevel, x: Floats) -> dict[str, float]:
         return self._predictions(x)[self.levels.index(level)]
 
     def solve(self, x: Floats) -> Floats:

@@ -25,12 +25,18 @@ Blocks = Callable[[], Iterator[RequestBlock]]
 
 @dataclass(frozen=True)
 class Level:
-    """One load: what was measured (metrics by the names of summary.csv), the cell that simulates it, its requests."""
+    """One load: what was measured (metrics by the names of summary.csv), the cell that simulates it, its requests.
+
+    `price` makes the cell's cost tables; `acceptance_known` keeps a fitted acceptance from taking the place of the
+    cell's.
+    """
 
     name: str
     measured: Mapping[str, float]
     cell: CheckedCell
     blocks: Blocks
+    price: Callable[[CheckedCell], StepCost] = step_cost
+    acceptance_known: bool = False
 
     def predict(self, values: Values) -> dict[str, float]:
         """Metrics of the simulated run with these constants; those not named keep the scenario's value."""
@@ -39,7 +45,7 @@ class Level:
 
     def _with(self, values: Values) -> tuple[CheckedCell, StepCost]:
         cell = self.cell
-        if "acceptance" in values and cell.tree.num_drafts:
+        if "acceptance" in values and cell.tree.num_drafts and not self.acceptance_known:
             cell = _with_acceptance(cell, values["acceptance"])
         scenario = cell.scenario
         host = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("host.")}
@@ -49,7 +55,7 @@ class Level:
             update={"host": scenario.host.model_copy(update=host), "gpu_time": GpuTimeSettings()}
         )
         cell = replace(cell, scenario=scenario)
-        return cell, with_gpu_time(_tables(_Key(cell)), factors)
+        return cell, with_gpu_time(_tables(_Key(cell), self.price), factors)
 
 
 class _Key:
@@ -71,8 +77,8 @@ class _Key:
 
 
 @lru_cache(maxsize=32)
-def _tables(key: _Key) -> StepCost:
-    return step_cost(key.cell)
+def _tables(key: _Key, price: Callable[[CheckedCell], StepCost]) -> StepCost:
+    return price(key.cell)
 
 
 def _with_acceptance(cell: CheckedCell, chance: float) -> CheckedCell:
