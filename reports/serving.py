@@ -1,13 +1,15 @@
-"""Published serving results beside predictions: constants from half of the load levels of a group, the others predicted.
+"""Published serving results beside predictions: constants from half of the loads of a group, the others predicted.
 
-A group is one engine, model and GPU. Its levels, ordered by weights, drafts and load, go in turn to the fit and to the
-prediction; a group of one level is predicted with the default constants.
+A group is one engine, model and GPU. Its loads, from the lightest, go in turn to the fit and to the prediction,
+whatever the weights and drafts. What a group's own levels do not tell is believed to be like the median of its
+engine's groups, which are fitted once before with the defaults as belief; only levels of the fitting half enter either
+fit.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from reports.serving_levels import level_of_row
-from reports.serving_rows import Row, load, sorted_rows
+from reports.serving_rows import STAND_INS, Row, load, rate, sorted_rows
 from simulator.calibration.compare import fitted_metrics
-from simulator.calibration.constants import DEFAULT_NAMES, defaults
+from simulator.calibration.constants import DEFAULT_NAMES, Values
 from simulator.calibration.fit import Fitted, fit
 from simulator.calibration.levels import Level
 
@@ -59,37 +61,70 @@ class GroupResult:
 
 
 def groups() -> dict[Group, list[Row]]:
-    """Usable rows by engine, model and GPU, in the order of weights, drafts and load."""
+    """Usable rows by engine, model and GPU, from the lightest load."""
     found: dict[Group, list[Row]] = defaultdict(list)
     for row in sorted_rows().usable:
         found[row["engine"], row["model"], row["gpu"]].append(row)
     for rows in found.values():
-        rows.sort(key=_order)
+        rows.sort(key=lambda row: (_load_order(row), row["quant"], row["spec_k"] or 0, row["id"]))
     return dict(sorted(found.items()))
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    pace = row["request_rate"] if row["max_concurrency"] is None else row["max_concurrency"]
-    return (row["quant"], row["tp"], row["spec_k"] or 0, str(row["dataset"]), pace, row["id"])
+def _load_order(row: Row) -> tuple[Any, ...]:
+    """Loads from the lightest: rates, then clients; one load is one pace of one data set."""
+    paced = rate(row)
+    pace = (0, paced) if paced is not None else (1, row["max_concurrency"])
+    return (*pace, str(row["dataset"]), row["isl"] or 0)
 
 
-def predict_group(group: Group, rows: Sequence[Row]) -> GroupResult:
-    """Fit on the first, third, … level, predict the others."""
-    levels = [level_of_row(row) for row in rows]
-    chosen = [i for i in range(len(rows)) if i % 2 == 0] if len(rows) > 1 else []
-    unknown = any(level.cell.tree.num_drafts and not level.acceptance_known for level in levels)
-    names = (*DEFAULT_NAMES, "acceptance") if unknown else DEFAULT_NAMES
-    constants: tuple[Fitted, ...] = ()
-    values = defaults(names)
-    if chosen:
-        solved = fit([levels[i] for i in chosen], names)
-        constants, values = solved.constants, solved.values
+def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows at the first, third, … load, for the fit, and the others; a single load is left to the prediction."""
+    loads = sorted({_load_order(row) for row in rows})
+    fitting = set(loads[::2]) if len(loads) > 1 else set()
+    return [row for row in rows if _load_order(row) in fitting], [
+        row for row in rows if _load_order(row) not in fitting
+    ]
+
+
+def fit_group(rows: Sequence[Row], belief: Values | None = None) -> tuple[Fitted, ...]:
+    """The constants of a group from its fitting half; none when that is empty."""
+    levels = [level_of_row(row) for row in halves(rows)[0]]
+    return fit(levels, constant_names(rows), belief, belief, passes=1).constants if levels else ()
+
+
+def constant_names(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Host and GPU times; the acceptance where drafts are made and no row tells it; SGLang's pool is a stand-in."""
+    names = [*DEFAULT_NAMES, "host.ms_per_uncaptured_step"]
+    if any(row["spec_k"] and not row["accept_len"] for row in rows):
+        names.append("acceptance")
+    if rows[0]["engine"] in STAND_INS:
+        names.append("memory.running_share")
+    return tuple(names)
+
+
+def engine_beliefs(constants: Mapping[Group, Sequence[Fitted]]) -> dict[str, dict[str, float]]:
+    """Per engine the median of each constant over its groups."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (engine, _, _), fitted in constants.items():
+        for constant in fitted:
+            found[engine][constant.name].append(constant.value)
+    return {
+        engine: {name: float(np.median(values)) for name, values in by_name.items()}
+        for engine, by_name in found.items()
+    }
+
+
+def predict_group(group: Group, rows: Sequence[Row], belief: Values) -> GroupResult:
+    """Fit on one half of the loads, predict the other."""
+    fitting, others = halves(rows)
+    constants = fit_group(rows, belief)
+    values = {**belief, **{constant.name: constant.value for constant in constants}}
     points: list[Point] = []
-    for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
-        if i not in chosen:
-            points += _points(group, row, level, level.predict(values))
-    others = tuple(row["id"] for i, row in enumerate(rows) if i not in chosen)
-    return GroupResult(group, tuple(rows[i]["id"] for i in chosen), others, constants, tuple(points))
+    for row in others:
+        level = level_of_row(row)
+        points += _points(group, row, level, level.predict(values))
+    fitted_rows, predicted_rows = (tuple(row["id"] for row in half) for half in (fitting, others))
+    return GroupResult(group, fitted_rows, predicted_rows, constants, tuple(points))
 
 
 def _points(group: Group, row: Row, level: Level, predicted: dict[str, float]) -> Iterator[Point]:
@@ -108,13 +143,14 @@ def _points(group: Group, row: Row, level: Level, predicted: dict[str, float]) -
         )
 
 
-def predict_all(jobs: int = 2) -> list[GroupResult]:
-    """All groups, in parallel processes."""
-    tasks = list(groups().items())
-    if jobs == 1:
-        return [predict_group(group, rows) for group, rows in tasks]
+def predict_all(jobs: int = 2, only: Sequence[Group] | None = None) -> list[GroupResult]:
+    """All groups, or some, in parallel processes: one round of fits for the engines' beliefs, one for the groups."""
+    tasks = {group: rows for group, rows in groups().items() if only is None or group in only}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(predict_group, *zip(*tasks, strict=True)))
+        first = dict(zip(tasks, pool.map(fit_group, tasks.values()), strict=True))
+        beliefs = engine_beliefs(first)
+        belief = [beliefs.get(group[0], {}) for group in tasks]
+        return list(pool.map(predict_group, tasks, tasks.values(), belief))
 
 
 @dataclass(frozen=True, slots=True)

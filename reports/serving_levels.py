@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import polars as pl
 
+from lab.data import read_csv
 from lab.errors import InfeasibleError
 from lab.methods import get_method
 from lab.profiles.system import load_system
@@ -144,10 +146,21 @@ def _requests(row: Row, scenario: Scenario, means: tuple[float, float]) -> tuple
     """Prompt and output lengths: ShareGPT's brought to the row's means, uniform or constant ones for random prompts."""
     found = list(request_blocks(scenario.workload, SEED))
     prompts, outputs = (np.concatenate([getattr(block, name) for block in found]) for name in RequestBlock._fields[1:])
+    if scenario.workload.trace is not None:
+        prompts, outputs = _conversations(len(prompts), means[1])
     if "range ratio 0" in str(row["dataset"]):
         rng = np.random.default_rng(SEED)
         prompts, outputs = (rng.integers(1, 2 * int(mean) + 1, len(prompts)).astype(np.int32) for mean in means)
     return matched(prompts, means[0]), matched(outputs, means[1])
+
+
+def _conversations(count: int, mean_output: float) -> tuple[Any, Any]:
+    """ShareGPT lengths: all pairs of the benchmark's filter or those that a user began, whose mean reply is nearer."""
+    pairs = read_csv("traces", "sharegpt_first_pairs.csv.gz").filter(pl.col("vllm_filter") == 1)
+    begun = pairs.filter(pl.col("first_turn_is_user") == 1)
+    chosen = min((pairs, begun), key=lambda each: abs(float(each["output_tokens"].to_numpy().mean()) - mean_output))
+    used = np.arange(count) % len(chosen)
+    return tuple(chosen[name].to_numpy()[used].astype(np.int32) for name in ("input_tokens", "output_tokens"))
 
 
 def _checked(scenario: Scenario) -> CheckedCell:

@@ -16,6 +16,8 @@ Row = Mapping[str, Any]
 
 #: The engine model that stands for each engine: the one place to change when an engine gets a model of its own.
 ENGINE_MODELS: dict[str, dict[str, Any]] = {"vLLM": {}, "SGLang": {}}
+#: Engines whose memory pool is another engine's here.
+STAND_INS = frozenset({"SGLang"})
 WEIGHTS = {"BF16": "bf16", "FP8": "fp8_block128"}
 #: Rates from here on only mean "all at once".
 UNPACED = 1000.0
@@ -77,7 +79,19 @@ def why_not(row: Row) -> str | None:
         return "tensor-parallel size not stated"
     if not any(row[name] for name in _MEASURED):
         return "no latency given"
+    if _contradicts_itself(row):
+        return "figures that contradict the stated load (Little's law, or no first token)"
     return None
+
+
+def _contradicts_itself(row: Row) -> bool:
+    """Whether a full closed loop had less than half its clients in flight, or half the requests no first token."""
+    if row["ttft_median"] == 0:
+        return True
+    if rate(row) is not None or not (row["e2e_mean"] and row["req_s"] and row["max_concurrency"]):
+        return False
+    in_flight = row["req_s"] * row["e2e_mean"] / 1e3
+    return bool(in_flight < 0.5 * min(row["max_concurrency"], row["num_prompts"]))
 
 
 def lengths(row: Row) -> tuple[float, float] | None:
@@ -107,4 +121,7 @@ def measured(row: Row) -> dict[str, float]:
     names = {"out_tok_s": "output_throughput"}
     for latency, ours in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el")):
         names |= {f"{latency}_{statistic}": f"{statistic}_{ours}_ms" for statistic in ("mean", "median")}
-    return {ours: float(row[theirs]) for theirs, ours in names.items() if row[theirs]}
+    found = {ours: float(row[theirs]) for theirs, ours in names.items() if row[theirs]}
+    if "median_ttft_ms" in found:
+        found.pop("mean_ttft_ms", None)  # a few first requests that met a cold engine lie in the mean
+    return found

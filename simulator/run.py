@@ -29,6 +29,32 @@ from simulator.scenario import Scenario
 from simulator.stepcost import StepCost, build_step_cost
 from simulator.workload import RequestBlock, length_limits, request_blocks
 
+#: Columns of summary.csv that say what was simulated, in their order.
+IDENTITY = (
+    "model",
+    "gpu",
+    "tensor_parallel_size",
+    "weight_dtype",
+    "kv_cache_dtype",
+    "state_dtype",
+    "state_method",
+    "tree",
+    "num_rows",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "running_limit",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "workload",
+    "arrivals",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+    "num_requests",
+    "num_warmup_requests",
+    "seed",
+)
+
 #: A run is memory bound when the queue's head lacked blocks in more than this share of its steps, or on preemption.
 BOUND_SHARE = 0.01
 
@@ -98,7 +124,7 @@ def step_cost(cell: CheckedCell) -> StepCost:
         cell.tree,
         rows_committed=cell.acceptance_length,
     )
-    return with_gpu_time(tables, scenario.gpu_time)
+    return with_gpu_time(tables, scenario.gpu_time, scenario.host.ms_per_uncaptured_step)
 
 
 def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]:

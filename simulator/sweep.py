@@ -26,7 +26,8 @@ from simulator.calibration.file import calibration_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
 from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
-from simulator.run import CheckedCell, check, identity, step_cost
+from simulator.replications import paired, replicate, summarise
+from simulator.run import IDENTITY, CheckedCell, check, identity, step_cost
 from simulator.rundir import check_target, publish, unfinished
 from simulator.scenario import Scenario
 from simulator.workers import run_all
@@ -114,12 +115,15 @@ def run_sweep(
     *,
     jobs: int = 1,
     resume: bool = False,
+    seeds: int = 1,
     keep_steps: bool = False,
     progress: Progress | None = None,
     finish: Callable[[Path], object] | None = None,
 ) -> Path:
     """Run all cells and write the run directory `out`: summary.csv, requests.parquet, run.json (and steps.parquet).
 
+    With several `seeds` every cell is run with that many; summary.csv holds means and 95 % intervals, replications.csv
+    the single runs, paired.csv the ratios of methods under equal seeds.
     `progress(done, total)` is called when cells start and after every cell, `finish(folder)` with the complete folder
     before it gets its name. Raises `UsageError` when `out` holds something else, and `InfeasibleError` when no cell can
     run.
@@ -130,6 +134,7 @@ def run_sweep(
     runnable, skipped = plan_cells(cells)
     if not runnable:
         raise InfeasibleError(f"none of {len(skipped)} cells can run; the first: {skipped[0].reason}")
+    runnable = replicate(runnable, seeds)
     with unfinished(out, resume) as partial:
         tasks = [(cell.model_dump_json(), partial / cell_key(cell, keep_steps), keep_steps) for cell in runnable]
         if progress is not None:
@@ -141,7 +146,7 @@ def run_sweep(
         staging = partial / "run"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        _write_run(staging, raw, runnable, skipped, [folder for _, folder, _ in tasks], keep_steps)
+        _write_run(staging, raw, runnable, skipped, [folder for _, folder, _ in tasks], keep_steps, seeds)
         if finish is not None:
             finish(staging)
         publish(staging, out)
@@ -155,15 +160,30 @@ def _write_run(
     skipped: Sequence[Skipped],
     parts: Sequence[Path],
     keep_steps: bool,
+    seeds: int,
 ) -> None:
     """The files of a run directory from the folders of its cells."""
     results = [result for part in parts if (result := load_result(part)) is not None]
-    rows = [{"cell": i, **result["row"]} for i, result in enumerate(results)]
-    pl.DataFrame(rows, infer_schema_length=None).fill_nan(None).write_csv(folder / "summary.csv")
-    for kind in ("requests", "steps") if keep_steps else ("requests",):
-        merge_parts([(i, part_files(part, kind)) for i, part in enumerate(parts)], folder / f"{kind}.parquet")
+    rows = [{"cell": i // seeds, **result["row"]} for i, result in enumerate(results)]
     record = _run_record(raw, cells, skipped, results)
+    if seeds > 1:
+        fields = ("cell", *IDENTITY)
+        _write_csv(rows, folder / "replications.csv")
+        ratios = paired(rows, seeds, fields)
+        if ratios:
+            _write_csv(ratios, folder / "paired.csv")
+        record["replications"] = {"seeds": seeds, "paired": ratios}
+        rows = summarise(rows, seeds, fields)
+    _write_csv(rows, folder / "summary.csv")
+    own_seeds = [cell.seed for cell in cells] if seeds > 1 else None
+    for kind in ("requests", "steps") if keep_steps else ("requests",):
+        found = [(i // seeds, part_files(part, kind)) for i, part in enumerate(parts)]
+        merge_parts(found, folder / f"{kind}.parquet", own_seeds)
     (folder / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    pl.DataFrame(rows, infer_schema_length=None).fill_nan(None).write_csv(path)
 
 
 def _calibrations(cells: Sequence[Scenario]) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 Every metric of every level gives one residual, log(predicted / measured) over its noise; every constant gives one more,
 its distance from the default over the spread of belief, so that what the levels do not tell stays near the default.
-The fit runs twice: the scatter that the first leaves is the noise of the second, so that clean results are followed
-closely and rough ones loosely. Intervals come from the Jacobian at the solution (Student t, 95 %).
+The fit runs in passes: the scatter that one leaves is the noise of the next, so that clean results are followed closely
+and rough ones loosely. Intervals come from the Jacobian at the solution (Student t, 95 %).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from simulator.calibration.constants import CONSTANTS, DEFAULT_NAMES, Values, de
 
 Floats = NDArray[np.float64]
 
-#: Step of the finite differences, on the fit's logarithmic scale: larger than the jitter of a discrete simulation.
-_STEP = 0.1
+#: Step of the finite differences, on the fit's scale: larger than the jitter of a discrete simulation.
+_STEP = 0.2
+#: Passes of a fit: the scatter that one leaves is the noise of the next.
+PASSES = 3
 _TOLERANCE = 1e-3
 _EVALUATIONS = 25
 CONFIDENCE = 0.95
 #: Bounds of the scatter of residuals, in units of `compare.NOISE`.
-LEAST_SCATTER, MOST_SCATTER = 0.1, 10.0
+LEAST_SCATTER, MOST_SCATTER = 0.03, 10.0
 
 
 class LoadLevel(Protocol):
@@ -69,15 +71,24 @@ class Fit:
         return {constant.name: constant.value for constant in self.constants}
 
 
-def fit(levels: Sequence[LoadLevel], names: Sequence[str] = DEFAULT_NAMES, start: Values | None = None) -> Fit:
-    """Fit the named constants to all levels; raises `UsageError` when no level has a metric to fit."""
+def fit(
+    levels: Sequence[LoadLevel],
+    names: Sequence[str] = DEFAULT_NAMES,
+    start: Values | None = None,
+    belief: Values | None = None,
+    passes: int = PASSES,
+) -> Fit:
+    """Fit the named constants to all levels, starting from `start`; `belief` takes the place of the defaults as home.
+
+    Raises `UsageError` when no level has a metric to fit.
+    """
     if not any(fitted_metrics(level.measured) for level in levels):
         raise UsageError("the engine results hold no throughput, TTFT, TPOT, ITL or E2EL to fit to")
-    problem = _Problem(levels, tuple(names))
+    problem = _Problem(levels, tuple(names), {**defaults(names), **(belief or {})})
     x = problem.to_fit({**defaults(names), **{k: v for k, v in (start or {}).items() if k in names}})
-    x = problem.solve(x)
-    problem.scatter = min(max(problem.scatter_at(x), LEAST_SCATTER), MOST_SCATTER)
-    x = problem.solve(x)
+    for _ in range(passes):
+        x = problem.solve(x)
+        problem.scatter = min(max(problem.scatter_at(x), LEAST_SCATTER), MOST_SCATTER)
     constants = problem.with_intervals(x)
     default = defaults(names)
     return Fit(
@@ -101,13 +112,13 @@ def leave_one_out(levels: Sequence[LoadLevel], names: Sequence[str], start: Valu
 class _Problem:
     """Residuals of a set of levels as a function of the constants on the fit's scale."""
 
-    def __init__(self, levels: Sequence[LoadLevel], names: tuple[str, ...]) -> None:
+    def __init__(self, levels: Sequence[LoadLevel], names: tuple[str, ...], belief: Values) -> None:
         self.levels = levels
         self.constants = [CONSTANTS[name] for name in names]
         self.scatter = 1.0
         self._weights = [fitted_metrics(level.measured) for level in levels]
         self._known: dict[tuple[float, ...], list[dict[str, float]]] = {}
-        self._home = np.array([constant.to_fit(constant.default) for constant in self.constants])
+        self._home = np.array([constant.to_fit(belief[constant.name]) for constant in self.constants])
         self._spread = np.array([constant.spread for constant in self.constants])
 
     def to_fit(self, values: Values) -> Floats:

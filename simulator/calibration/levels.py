@@ -40,22 +40,27 @@ class Level:
 
     def predict(self, values: Values) -> dict[str, float]:
         """Metrics of the simulated run with these constants; those not named keep the scenario's value."""
-        cell, cost = self._with(values)
+        cell, cost = self.with_constants(values)
         return measure(cell, cost, self.blocks()).metrics
 
-    def _with(self, values: Values) -> tuple[CheckedCell, StepCost]:
+    def with_constants(self, values: Values) -> tuple[CheckedCell, StepCost]:
+        """The cell and its cost tables with these constants."""
         cell = self.cell
         if "acceptance" in values and cell.tree.num_drafts and not self.acceptance_known:
             cell = _with_acceptance(cell, values["acceptance"])
         scenario = cell.scenario
+        if "memory.running_share" in values:
+            engine = scenario.engine
+            limit = min(max(round(values["memory.running_share"] * engine.num_seqs), 1), engine.max_num_seqs)
+            scenario = scenario.model_copy(update={"engine": engine.model_copy(update={"running_limit": limit})})
         host = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("host.")}
         gpu = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gpu_time.")}
         factors = scenario.gpu_time.model_copy(update=gpu)
-        scenario = scenario.model_copy(
-            update={"host": scenario.host.model_copy(update=host), "gpu_time": GpuTimeSettings()}
-        )
-        cell = replace(cell, scenario=scenario)
-        return cell, with_gpu_time(_tables(_Key(cell), self.price), factors)
+        held = scenario.host.model_copy(update=host)
+        plain = {"host": held.model_copy(update={"ms_per_uncaptured_step": 0.0}), "gpu_time": GpuTimeSettings()}
+        cell = replace(cell, scenario=scenario.model_copy(update=plain))
+        cost = with_gpu_time(_tables(_Key(cell), self.price), factors, held.ms_per_uncaptured_step)
+        return cell, cost
 
 
 class _Key:
@@ -64,8 +69,10 @@ class _Key:
     def __init__(self, cell: CheckedCell) -> None:
         self.cell = cell
         scenario = cell.scenario
+        engine = scenario.engine.model_dump_json(exclude={"running_limit"})
         self._key = (
-            scenario.model_dump_json(exclude={"host", "workload", "seed", "name", "calibration"}),
+            scenario.model_dump_json(exclude={"host", "workload", "engine", "seed", "name", "calibration"}),
+            engine,
             round(cell.acceptance_length, 3),
         )
 
