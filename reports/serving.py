@@ -20,7 +20,7 @@ import numpy as np
 from reports.serving_levels import level_of_row
 from reports.serving_rows import STAND_INS, Row, load, rate, sorted_rows
 from simulator.calibration.compare import fitted_metrics
-from simulator.calibration.constants import DEFAULT_NAMES, Values
+from simulator.calibration.constants import CONSTANTS, DEFAULT_NAMES, Values
 from simulator.calibration.fit import Fitted, fit
 from simulator.calibration.levels import Level
 
@@ -42,7 +42,7 @@ class Point:
     metric: str
     measured: float
     predicted: float
-    modelled_gpu: bool
+    by_rates: bool
 
     @property
     def relative(self) -> float:
@@ -58,6 +58,11 @@ class GroupResult:
     predicted_rows: tuple[str, ...]
     constants: tuple[Fitted, ...]
     points: tuple[Point, ...]
+
+    def text(self, name: str) -> str:
+        """A constant's value as text; a dash when the group has none."""
+        found = [constant.value for constant in self.constants if constant.name == name]
+        return f"{found[0]:.3g}" if found else "–"
 
 
 def groups() -> dict[Group, list[Row]]:
@@ -189,3 +194,33 @@ def by(points: Sequence[Point], position: int) -> dict[str, list[Summary]]:
 def worst(points: Sequence[Point], count: int = 10) -> list[Point]:
     """The points farthest off, on a logarithmic scale."""
     return sorted(points, key=lambda point: -abs(np.log(point.predicted / point.measured)))[:count]
+
+
+def page(jobs: int = 2) -> dict[str, Any]:
+    """All that the page's section on serving results shows."""
+    results = predict_all(jobs)
+    points = [point for result in results for point in result.points]
+    tables: dict[str, dict[str, Summary]] = {}
+    for position in range(3):
+        for name, found in by(points, position).items():
+            tables[name] = {summary.metric: summary for summary in found}
+    signed = []
+    for metric in TARGETS:
+        errors = np.array([point.relative for point in points if point.metric == metric])
+        if len(errors):
+            signed.append((metric, np.percentile(errors, (10, 25, 50, 75, 90)).tolist(), float((errors > 0).mean())))
+    return {
+        "rows": sorted_rows(),
+        "results": results,
+        "predicted": sum(len(result.predicted_rows) for result in results),
+        "fitted": sum(len(result.fitted_rows) for result in results),
+        "by_rates": sum(1 for point in points if point.by_rates),
+        "stand_ins": ", ".join(sorted(STAND_INS)),
+        "overall": summarise(points),
+        "targets": TARGETS,
+        "titles": TITLES,
+        "by": tables,
+        "signed": signed,
+        "worst": worst(points),
+        "constants": [name for name in CONSTANTS if any(result.text(name) != "–" for result in results)],
+    }

@@ -160,7 +160,8 @@ def _conversations(count: int, mean_output: float) -> tuple[Any, Any]:
     begun = pairs.filter(pl.col("first_turn_is_user") == 1)
     chosen = min((pairs, begun), key=lambda each: abs(float(each["output_tokens"].to_numpy().mean()) - mean_output))
     used = np.arange(count) % len(chosen)
-    return tuple(chosen[name].to_numpy()[used].astype(np.int32) for name in ("input_tokens", "output_tokens"))
+    prompts, outputs = (chosen[name].to_numpy()[used] for name in ("input_tokens", "output_tokens"))
+    return prompts.astype(np.int32), outputs.astype(np.int32)
 
 
 def _checked(scenario: Scenario) -> CheckedCell:

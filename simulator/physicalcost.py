@@ -81,7 +81,7 @@ def physical_cost(
     tables = CostTables(
         rows_us=rows_us,
         head_us=np.where(head_rows > 0, head_us, 0.0),
-        state_us=state_us * np.arange(engine.max_num_seqs + 1),
+        state_us=state_us * drafted.astype(np.float64),
         draft_us=np.where(drafted > 0, (rows_per_request - 1) * pass_us, 0.0),
         attn_batch=requests,
         attn_len=ends,

@@ -95,7 +95,7 @@ def paired(rows: Sequence[Row], seeds: int, identity: Sequence[str]) -> list[dic
         if other is None or cell[0]["state_method"] == BASELINE:
             continue
         for metric in PAIRED:
-            if found := _ratio(cell, other, metric):
+            if metric in cell[0] and (found := _ratio(cell, other, metric)):
                 where = {name: cell[0][name] for name in (*shared, "state_method")}
                 result.append({**where, "metric": metric, "num_seeds": seeds, **found})
     return result

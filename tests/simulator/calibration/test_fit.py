@@ -70,7 +70,7 @@ def vllm_result(path: Path, rate: float, truth: dict[str, float], detailed: bool
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("results")
-    return [vllm_result(folder / f"{rate}.json", rate, TRUE, detailed=rate != 0.5) for rate in RATES]
+    return [vllm_result(folder / f"{rate}.json", rate, TRUE, detailed=True) for rate in RATES]
 
 
 @pytest.mark.slow
