@@ -99,7 +99,7 @@ def fit_group(rows: Sequence[Row], belief: Values | None = None) -> tuple[Fitted
 
 def constant_names(rows: Sequence[Row]) -> tuple[str, ...]:
     """Host and GPU times; the acceptance where drafts are made and no row tells it; SGLang's pool is a stand-in."""
-    names = [*DEFAULT_NAMES, "host.ms_per_uncaptured_step"]
+    names = list(DEFAULT_NAMES)
     if any(row["spec_k"] and not row["accept_len"] for row in rows):
         names.append("acceptance")
     if rows[0]["engine"] in STAND_INS:

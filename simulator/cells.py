@@ -91,8 +91,6 @@ def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
     origin = "constants of the scenario, the defaults fitted on published runs of vLLM 0.17"
     if calibration is not None:
         origin = f"calibrated on measured results ({Path(calibration).name})"
-    if host.ms_per_uncaptured_step:
-        origin += f"; launching a step beyond captured graphs takes {host.ms_per_uncaptured_step:.4g} ms"
     sources = {
         **costs.sources,
         "host": f"fitted: {host.ms_per_step:.4g} ms a step and {host.ms_per_prompt_step:.4g} ms more with a prompt; "

@@ -21,26 +21,21 @@ if TYPE_CHECKING:
 MEMORY_BOUND_ROWS = 256
 
 
-#: Largest step that vLLM captures a CUDA graph for by default.
-CAPTURED_ROWS = 512
-
-
-def with_gpu_time(cost: StepCost, settings: GpuTimeSettings, launch_ms: float = 0.0) -> StepCost:
-    """The step cost with both factors applied, and no step beyond `CAPTURED_ROWS` faster than `launch_ms`.
+def with_gpu_time(cost: StepCost, settings: GpuTimeSettings) -> StepCost:
+    """The step cost with both factors applied.
 
     `decode_factor` multiplies attention and states of decoding requests, drafting, the output head, and what the first
     `MEMORY_BOUND_ROWS` rows of a step cost; `prompt_factor` multiplies attention and states of prompts, and what
     further rows add.
     """
     decode, prompt = settings.decode_factor, settings.prompt_factor
-    if decode == prompt == 1.0 and launch_ms == 0.0:
+    if decode == prompt == 1.0:
         return cost
     tables = cost.tables
     rows = np.arange(len(tables.rows_us))
     few = tables.rows_us[np.minimum(rows, MEMORY_BOUND_ROWS)]
-    launched = np.where(rows > CAPTURED_ROWS, 1e3 * launch_ms, 0.0)
     scaled = tables._replace(
-        rows_us=np.maximum(decode * few + prompt * (tables.rows_us - few), launched),
+        rows_us=np.maximum(decode * few + prompt * (tables.rows_us - few), 0.0),
         head_us=decode * tables.head_us,
         state_us=decode * tables.state_us,
         draft_us=decode * tables.draft_us,

@@ -124,7 +124,7 @@ def step_cost(cell: CheckedCell) -> StepCost:
         cell.tree,
         rows_committed=cell.acceptance_length,
     )
-    return with_gpu_time(tables, scenario.gpu_time, scenario.host.ms_per_uncaptured_step)
+    return with_gpu_time(tables, scenario.gpu_time)
 
 
 def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]:

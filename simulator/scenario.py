@@ -170,15 +170,10 @@ class WorkloadSettings(_Section):
 
 
 class HostSettings(_Section):
-    """Host time that no GPU table holds, in milliseconds: per engine step, and per step that carries a prompt.
-
-    `ms_per_uncaptured_step` is the time that launching a step takes when it has more rows than CUDA graphs are captured
-    for (`simulator.gputime.CAPTURED_ROWS`): the GPU's work on rows hides behind it or it behind them. 0: no such floor.
-    """
+    """Host time that no GPU table holds, in milliseconds: per engine step, and per step that carries a prompt."""
 
     ms_per_step: Milliseconds = 2.0
     ms_per_prompt_step: Milliseconds = 9.0
-    ms_per_uncaptured_step: Milliseconds = 0.0
 
 
 class GpuTimeSettings(_Section):

@@ -4,7 +4,6 @@
 |---|---|
 | `host.ms_per_step` | CPU time per engine step that the GPU does not hide: scheduling, sampling, launches |
 | `host.ms_per_prompt_step` | further CPU time of a step with a prompt: inputs, launches without CUDA graphs |
-| `host.ms_per_uncaptured_step` | time to launch a step with more rows than CUDA graphs hold; not fitted unless named |
 | `gpu_time.decode_factor` | GPU time of memory-bound steps over that of the operator tables |
 | `gpu_time.prompt_factor` | GPU time that prompts add over that of the operator tables |
 | `acceptance` | chance that a drafted token is accepted once those before it were; only where no result tells |
@@ -51,7 +50,6 @@ CONSTANTS: dict[str, Constant] = {
     for constant in (
         Constant("host.ms_per_step", 2.0, 1.0, least=1e-3),
         Constant("host.ms_per_prompt_step", 9.0, 1.0, least=1e-3),
-        Constant("host.ms_per_uncaptured_step", 10.0, 1.0, least=1e-3),
         Constant("gpu_time.decode_factor", 1.0, 0.25, least=1e-2),
         Constant("gpu_time.prompt_factor", 1.0, 0.25, least=1e-2),
         Constant("acceptance", 0.75, 1.0, is_chance=True),

@@ -21,7 +21,6 @@ SCHEMA_VERSION = 1
 SCENARIO_CONSTANTS: dict[str, float] = {
     "host.ms_per_step": 1e6,
     "host.ms_per_prompt_step": 1e6,
-    "host.ms_per_uncaptured_step": 1e6,
     "gpu_time.decode_factor": 100.0,
     "gpu_time.prompt_factor": 100.0,
 }

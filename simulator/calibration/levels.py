@@ -56,11 +56,9 @@ class Level:
         host = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("host.")}
         gpu = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gpu_time.")}
         factors = scenario.gpu_time.model_copy(update=gpu)
-        held = scenario.host.model_copy(update=host)
-        plain = {"host": held.model_copy(update={"ms_per_uncaptured_step": 0.0}), "gpu_time": GpuTimeSettings()}
+        plain = {"host": scenario.host.model_copy(update=host), "gpu_time": GpuTimeSettings()}
         cell = replace(cell, scenario=scenario.model_copy(update=plain))
-        cost = with_gpu_time(_tables(_Key(cell), self.price), factors, held.ms_per_uncaptured_step)
-        return cell, cost
+        return cell, with_gpu_time(_tables(_Key(cell), self.price), factors)
 
 
 class _Key:
