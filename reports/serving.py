@@ -204,6 +204,9 @@ def page(jobs: int = 2) -> dict[str, Any]:
     for position in range(3):
         for name, found in by(points, position).items():
             tables[name] = {summary.metric: summary for summary in found}
+    for name, rated in (("operator tables", False), ("data-sheet rates", True)):
+        found = summarise([point for point in points if point.by_rates == rated])
+        tables[name] = {summary.metric: summary for summary in found}
     signed = []
     for metric in TARGETS:
         errors = np.array([point.relative for point in points if point.metric == metric])
@@ -213,6 +216,7 @@ def page(jobs: int = 2) -> dict[str, Any]:
         "rows": sorted_rows(),
         "results": results,
         "predicted": sum(len(result.predicted_rows) for result in results),
+        "thin": sum(1 for result in results if len(result.fitted_rows) == 1),
         "fitted": sum(len(result.fitted_rows) for result in results),
         "by_rates": sum(1 for point in points if point.by_rates),
         "stand_ins": ", ".join(sorted(STAND_INS)),

@@ -2,8 +2,9 @@
 
 Every metric of every level gives one residual, log(predicted / measured) over its noise; every constant gives one more,
 its distance from the default over the spread of belief, so that what the levels do not tell stays near the default.
-The fit runs in passes: the scatter that one leaves is the noise of the next, so that clean results are followed closely
-and rough ones loosely. Intervals come from the Jacobian at the solution (Student t, 95 %).
+The fit runs in passes: the scatter that one leaves is the noise of the next, so that clean results are followed
+closely and rough ones loosely. Intervals come from the Jacobian at the solution (Student t, 95 %); they hold the
+scatter of the results, not what the model gets wrong.
 """
 
 from __future__ import annotations
