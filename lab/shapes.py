@@ -1,4 +1,4 @@
-"""Model shapes: what a Hugging Face `config.json` of a linear-attention hybrid says about bytes.
+"""Model shapes: what a Hugging Face `config.json` says about bytes, of linear-attention hybrids and plain transformers.
 
 A `ModelShape` knows its layers, its heads and its widths, and from them the bytes of weights, of KV cache per token, of
 recurrent state and of convolution state, per data type and tensor-parallel rank. Nothing here is measured.
@@ -20,6 +20,8 @@ LINEAR = "linear_attention"
 FULL = "full_attention"
 
 _MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid")
+#: Transformers without recurrent layers: they have a ledger and can be replayed, but no operator tables.
+_PLAIN_MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 _LARGEST = 10**7
 _MOST_LAYERS = 10_000
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
@@ -30,7 +32,8 @@ class ModelShape:
     """Layers, heads and widths of one hybrid model (whole model; divide by the tensor-parallel size with the methods).
 
     `kv_lora_rank` and `qk_rope_head_dim` are non-zero for multi-head latent attention, whose cache is one latent row
-    per token. `num_experts` is 0 for a dense model. `vector_gate` marks Kimi's delta rule: a gate per key channel.
+    per token. `num_experts` is 0 for a dense model, the linear fields are 0 for one without recurrent layers.
+    `vector_gate` marks Kimi's delta rule: a gate per key channel.
     """
 
     name: str
@@ -252,9 +255,11 @@ def parse_config(raw: Any, name: str) -> ModelShape:
     heads = config.count("num_attention_heads")
     hidden = config.count("hidden_size")
     experts = config.count("num_experts", 0)
-    key_heads = config.count("linear_num_key_heads")
-    value_heads = config.count("linear_num_value_heads")
-    if value_heads % key_heads:
+    plain = 0 if raw.get("model_type") in _PLAIN_MODEL_TYPES else None
+    gated = plain is None and str(raw.get("model_type", "")).startswith("qwen3")
+    key_heads = config.count("linear_num_key_heads", plain)
+    value_heads = config.count("linear_num_value_heads", plain)
+    if key_heads and value_heads % key_heads:
         raise UsageError(
             f"{name}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
         )
@@ -270,8 +275,8 @@ def parse_config(raw: Any, name: str) -> ModelShape:
         head_dim=config.whole("head_dim", raw.get("head_dim", hidden // heads)),
         linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
-        linear_key_head_dim=config.count("linear_key_head_dim"),
-        linear_value_head_dim=config.count("linear_value_head_dim"),
+        linear_key_head_dim=config.count("linear_key_head_dim", plain),
+        linear_value_head_dim=config.count("linear_value_head_dim", plain),
         linear_conv_kernel_dim=config.whole("linear_conv_kernel_dim", raw.get("linear_conv_kernel_dim", 4)),
         vocab_size=config.count("vocab_size"),
         max_position_embeddings=config.count("max_position_embeddings", 262144),
@@ -282,7 +287,7 @@ def parse_config(raw: Any, name: str) -> ModelShape:
         shared_expert_intermediate_size=config.count("shared_expert_intermediate_size", 0),
         first_dense_layers=0,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attn_output_gate=bool(raw.get("attn_output_gate", str(raw.get("model_type", "")).startswith("qwen3"))),
+        attn_output_gate=bool(raw.get("attn_output_gate", gated)),
         mamba_ssm_dtype=config.state_dtype(),
         mtp_num_hidden_layers=config.count("mtp_num_hidden_layers", 0),
     )
@@ -372,6 +377,10 @@ class _Config:
         if layers > _MOST_LAYERS:
             raise UsageError(f"{self.name}: num_hidden_layers = {layers}; at most {_MOST_LAYERS} are supported")
         types = self.raw.get("layer_types")
+        kind = self.raw.get("model_type")
+        plain = kind in _PLAIN_MODEL_TYPES
+        if types is None and plain:
+            types = [FULL] * layers
         if types is None:
             interval = self.count("full_attention_interval")
             types = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
@@ -379,7 +388,9 @@ class _Config:
             raise UsageError(
                 f"{self.name}: layer_types must list {layers} entries (num_hidden_layers), each '{LINEAR}' or '{FULL}'"
             )
-        if LINEAR not in types or FULL not in types:
+        if plain and LINEAR in types:
+            raise UsageError(f"{self.name}: layer_types holds '{LINEAR}', which model_type {kind} does not have")
+        if not plain and (LINEAR not in types or FULL not in types):
             raise UsageError(
                 f"{self.name}: layer_types or full_attention_interval give one kind of layer only; a hybrid has both"
             )

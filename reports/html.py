@@ -30,6 +30,7 @@ from reports.lead import caveats, lead
 from reports.ledgers import LedgerEntry, group_ledgers, ledger_rows, ledger_titles, limit_rows
 from reports.metrics import first_burst
 from reports.palette import METHOD_DASHES, method_colours
+from reports.replications import replication_rows
 from reports.sources import (
     cycled,
     extrapolation_rows,
@@ -108,6 +109,7 @@ def render(run: Run) -> str:
             workloads=workloads(run),
             extrapolation=extrapolation_rows(run),
             cycled=cycled(run),
+            replications=replication_rows(run),
             settings=settings(run),
             operator_tables=operator_tables(run),
             max_listed=MAX_LISTED_CELLS,

@@ -1,7 +1,10 @@
 """`docs/validation.md`: predictions beside published figures; `python -m reports.validation docs/validation.md`.
 
-The published side is the TreeWY evaluation on a B200 (arXiv 2608.20961, tables 3 and 4): Qwen3.5-35B-A3B, chain of
-three drafts, prefix caching off. Its workloads are known by name only; ours stand in for four of the five.
+Its parts: the TreeWY evaluation (here), the record of the kernels (`reports.evidence`), replays of engine logs
+(`reports.replay`) and published serving results (`reports.serving`).
+
+The TreeWY evaluation ran on a B200 (arXiv 2608.20961, tables 3 and 4): Qwen3.5-35B-A3B, chain of three drafts, prefix
+caching off. Its workloads are known by name only; ours stand in for four of the five.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import polars as pl
 
 from lab.data import read_csv
 from lab.profiles.kernels import interpolation_errors, load_profile
-from reports import evidence
+from reports import evidence, replay, serving
 from simulator.scenario import Scenario
 from simulator.sweep import run_sweep
 
@@ -140,13 +143,17 @@ def identity(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def write_validation(path: Path, jobs: int = 2) -> None:
-    """Simulate the published evaluation and write the page."""
+def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> None:
+    """Simulate the published evaluation, replay the logs, predict the published serving results, and write the page.
+
+    Without `serving_part` the page ends before those results, whose fits take minutes.
+    """
     summary = simulate_all(scenarios(), jobs)
     smaller_pool = table_4(simulate_all(scenarios((max(CONCURRENCY),), IMPLIED_RUNTIME_GIB), jobs))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("reports"), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    environment.filters["percent"] = lambda share, digits=1: f"{100 * share:.{digits}f} %"
     table = table_4(summary)
     page = environment.get_template("validation.md.j2").render(
         table_3=table_3(summary),
@@ -171,6 +178,9 @@ def write_validation(path: Path, jobs: int = 2) -> None:
             )["num_gpu_blocks"][0]
             for utilization in UTILIZATION
         },
+        replays=replay.replays(),
+        replay_gpu=replay.RTX_PRO_6000,
+        serving=serving.page(jobs) if serving_part else None,
         requests_per_client=REQUESTS_PER_CLIENT,
         fewest_requests=FEWEST_REQUESTS,
     )

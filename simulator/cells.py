@@ -77,7 +77,8 @@ def cell_key(cell: Scenario, keep_steps: bool) -> str:
     """Hash of all that a cell's result depends on: the scenario, the files it names, the version."""
     digest = hashlib.sha256(f"{lab.__version__} {SCHEMA_VERSION} {keep_steps} {cell.model_dump_json()}".encode())
     digest.update(f"{tables_digest(cell.gpu)} {kernels_record(cell.gpu)} {attention_record(cell.gpu)}".encode())
-    for name in (cell.model, str(Path(cell.model) / "config.json"), cell.workload.trace, cell.speculation.tree):
+    model_file = str(Path(cell.model) / "config.json")
+    for name in (cell.model, model_file, cell.workload.trace, cell.speculation.tree, cell.calibration):
         if name is not None and Path(name).is_file():
             digest.update(Path(name).read_bytes())
     return digest.hexdigest()[:24]
@@ -91,12 +92,15 @@ def _ledger_record(cell: CheckedCell) -> dict[str, Any]:
 
 
 def _cost_record(cell: CheckedCell, costs: StepCost) -> list[dict[str, Any]]:
-    host = cell.scenario.host
+    host, calibration = cell.scenario.host, cell.scenario.calibration
+    origin = "constants of the scenario, the defaults fitted on published runs of vLLM 0.17"
+    if calibration is not None:
+        origin = f"calibrated on measured results ({Path(calibration).name})"
     hidden = "; the overlapped schedule hides it behind the GPU's time" if cell.engine.async_scheduling else ""
     sources = {
         **costs.sources,
-        "host": f"fitted: {host.ms_per_step:g} ms a step and {host.ms_per_prompt_step:g} ms more with a prompt; "
-        "constants of the scenario, the defaults fitted on published runs of vLLM 0.17" + hidden,
+        "host": f"fitted: {host.ms_per_step:.4g} ms a step and {host.ms_per_prompt_step:.4g} ms more with a prompt; "
+        f"{origin}{hidden}",
     }
     return [
         {

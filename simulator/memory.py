@@ -51,7 +51,8 @@ class PoolLayout:
     @property
     def padding_fraction(self) -> float:
         """Share of the page that padding adds to a state with its convolution rows."""
-        return self.page_bytes_layer / (self.state_bytes_layer + self.conv_bytes_layer) - 1
+        held = self.state_bytes_layer + self.conv_bytes_layer
+        return self.page_bytes_layer / held - 1 if held else 0.0
 
     @property
     def bytes_per_block(self) -> int:
@@ -92,11 +93,11 @@ def pool_layout(
     state_bytes = shape.state_bytes_layer(state_dtype, tp)
     conv_bytes = shape.conv_bytes_layer(tp, extra_rows=drafts)
     align = MLA_BLOCK_TOKENS if shape.kv_lora_rank else KERNEL_BLOCK_TOKENS
-    block = align * ceil_div(state_bytes + conv_bytes, align * token_bytes)
+    block = align * max(ceil_div(state_bytes + conv_bytes, align * token_bytes), 1)
     drafter_layers = shape.drafting_layers if drafts else 0
     attention_layers = shape.num_full_layers + drafter_layers
     small, large = sorted((attention_layers, shape.num_linear_layers))
-    group_size = large if large < 1.5 * small else small
+    group_size = large if large < 1.5 * small or small == 0 else small
     states = method.pool_states(tree)
     scratch = method.pool_scratch_bytes(LayerHeads.of(shape, state_dtype, tp), tree)
     return PoolLayout(

@@ -42,13 +42,14 @@ def part_files(folder: Path, kind: str) -> list[Path]:
     return sorted(folder.glob(f"{kind}-*.parquet"))
 
 
-def merge_parts(cells: Sequence[tuple[int, Sequence[Path]]], target: Path) -> None:
-    """Write the parts of all cells, in order, as one Parquet file with the column `cell` first."""
-    frames = [
-        pl.scan_parquet(list(parts)).select(pl.lit(cell, dtype=pl.Int32).alias("cell"), pl.all())
-        for cell, parts in cells
-        if parts
-    ]
+def merge_parts(cells: Sequence[tuple[int, Sequence[Path]]], target: Path, seeds: Sequence[int] | None = None) -> None:
+    """Write the parts of all cells, in order, as one Parquet file: the column `cell` first, then `seed` if given."""
+    frames = []
+    for number, (cell, parts) in enumerate(cells):
+        if parts:
+            first = [pl.lit(cell, dtype=pl.Int32).alias("cell")]
+            first += [] if seeds is None else [pl.lit(seeds[number], dtype=pl.Int64).alias("seed")]
+            frames.append(pl.scan_parquet(list(parts)).select(*first, pl.all()))
     temporary = target.with_name(target.name + ".tmp")
     if frames:
         pl.concat(frames).sink_parquet(temporary, row_group_size=ROW_GROUP, maintain_order=True)

@@ -12,6 +12,7 @@ from lab.trees import DraftTree
 from lab.units import GIB
 from simulator.check import CheckedCell
 from simulator.engine import Client, Engine, EngineConfig
+from simulator.gputime import with_gpu_time
 from simulator.ledger import Ledger
 from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
 from simulator.records import PartWriter
@@ -29,7 +30,7 @@ BOUND_SHARE = 0.01
 
 def step_cost(cell: CheckedCell) -> StepCost:
     """The cell's cost tables; raises `UsageError` when no operator table covers the model."""
-    return build_step_cost(
+    tables = build_step_cost(
         cell.shape,
         cell.scenario.gpu,
         cell.scenario.tensor_parallel_size,
@@ -38,6 +39,7 @@ def step_cost(cell: CheckedCell) -> StepCost:
         cell.tree,
         rows_committed=cell.acceptance_length,
     )
+    return with_gpu_time(tables, cell.scenario.gpu_time)
 
 
 def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,15 @@ from pathlib import Path
 from lab.errors import UsageError
 
 #: All that a run directory may hold.
-RUN_FILES = ("run.json", "summary.csv", "requests.parquet", "steps.parquet", "report.html")
+RUN_FILES = (
+    "run.json",
+    "summary.csv",
+    "replications.csv",
+    "paired.csv",
+    "requests.parquet",
+    "steps.parquet",
+    "report.html",
+)
 #: Marks the folder of an unfinished sweep as ours; the process that works there holds a lock on it.
 _LOCK = ".treewy-lock"
 

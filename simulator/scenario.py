@@ -17,7 +17,15 @@ import yaml
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from lab.errors import UsageError
-from simulator.settings import EngineSettings, HostSettings, Section, SpeculationSettings, WorkloadSettings
+from simulator.calibration.file import with_calibration
+from simulator.settings import (
+    EngineSettings,
+    GpuTimeSettings,
+    HostSettings,
+    Section,
+    SpeculationSettings,
+    WorkloadSettings,
+)
 from simulator.sglang.settings import SglangSettings
 
 #: Engines, by the `name` in the section `engine`.
@@ -66,7 +74,10 @@ def _engine_name(raw: Any) -> str:
 
 
 class Scenario(Section):
-    """One simulated service: everything a run depends on. The engine is vLLM, or SGLang with `name: sglang`."""
+    """One simulated service: everything a run depends on. The engine is vLLM, or SGLang with `name: sglang`.
+
+    `calibration` names a file of `treewy calibrate`, whose constants are in `host` and `gpu_time` when it is read.
+    """
 
     name: str = "scenario"
     model: str
@@ -78,6 +89,8 @@ class Scenario(Section):
     speculation: SpeculationSettings = SpeculationSettings()
     workload: WorkloadSettings
     host: HostSettings = HostSettings()
+    gpu_time: GpuTimeSettings = GpuTimeSettings()
+    calibration: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
@@ -116,6 +129,7 @@ def expand(raw: Mapping[str, Any]) -> list[Scenario]:
 
     Raises `UsageError` naming field, value and what is allowed.
     """
+    raw = with_calibration(raw)
     axes: list[list[tuple[tuple[str, ...], Any]]] = []
     for path in SWEEP_FIELDS:
         value = _get(raw, path)

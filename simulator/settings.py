@@ -175,3 +175,10 @@ class HostSettings(Section):
 
     ms_per_step: Milliseconds = 2.0
     ms_per_prompt_step: Milliseconds = 9.0
+
+
+class GpuTimeSettings(Section):
+    """Factors on the GPU time of the operator tables: of memory-bound steps, and of what prompts add."""
+
+    decode_factor: Annotated[float, Field(ge=1e-2, le=100, allow_inf_nan=False)] = 1.0
+    prompt_factor: Annotated[float, Field(ge=1e-2, le=100, allow_inf_nan=False)] = 1.0

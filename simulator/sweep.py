@@ -22,10 +22,13 @@ from lab.errors import InfeasibleError, UsageError
 from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
+from lab.shapes import load_shape
+from simulator.calibration.file import calibration_record
 from simulator.cells import SCHEMA_VERSION, cell_key, load_result, run_cell
 from simulator.check import CheckedCell, check
 from simulator.ledger import TooManySeqsError
 from simulator.records import merge_parts, part_files
+from simulator.replications import paired, replicate, summarise
 from simulator.run import identity, step_cost
 from simulator.rundir import check_target, publish, unfinished
 from simulator.scenario import Scenario
@@ -115,12 +118,15 @@ def run_sweep(
     *,
     jobs: int = 1,
     resume: bool = False,
+    seeds: int = 1,
     keep_steps: bool = False,
     progress: Progress | None = None,
     finish: Callable[[Path], object] | None = None,
 ) -> Path:
     """Run all cells and write the run directory `out`: summary.csv, requests.parquet, run.json (and steps.parquet).
 
+    With several `seeds` every cell is run with that many; summary.csv holds means and 95 % intervals, replications.csv
+    the single runs, paired.csv the ratios of methods under equal seeds.
     `progress(done, total)` is called when cells start and after every cell, `finish(folder)` with the complete folder
     before it gets its name. Raises `UsageError` when `out` holds something else, and `InfeasibleError` when no cell can
     run.
@@ -131,6 +137,7 @@ def run_sweep(
     runnable, skipped = plan_cells(cells)
     if not runnable:
         raise InfeasibleError(f"none of {len(skipped)} cells can run; the first: {skipped[0].reason}")
+    runnable = replicate(runnable, seeds)
     with unfinished(out, resume) as partial:
         tasks = [(cell.model_dump_json(), partial / cell_key(cell, keep_steps), keep_steps) for cell in runnable]
         if progress is not None:
@@ -142,7 +149,7 @@ def run_sweep(
         staging = partial / "run"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        _write_run(staging, raw, runnable, skipped, [folder for _, folder, _ in tasks], keep_steps)
+        _write_run(staging, raw, runnable, skipped, [folder for _, folder, _ in tasks], keep_steps, seeds)
         if finish is not None:
             finish(staging)
         publish(staging, out)
@@ -156,15 +163,36 @@ def _write_run(
     skipped: Sequence[Skipped],
     parts: Sequence[Path],
     keep_steps: bool,
+    seeds: int,
 ) -> None:
     """The files of a run directory from the folders of its cells."""
     results = [result for part in parts if (result := load_result(part)) is not None]
-    rows = [{"cell": i, **result["row"]} for i, result in enumerate(results)]
-    pl.DataFrame(rows, infer_schema_length=None).fill_nan(None).write_csv(folder / "summary.csv")
-    for kind in ("requests", "steps") if keep_steps else ("requests",):
-        merge_parts([(i, part_files(part, kind)) for i, part in enumerate(parts)], folder / f"{kind}.parquet")
+    rows = [{"cell": i // seeds, **result["row"]} for i, result in enumerate(results)]
     record = _run_record(raw, cells, skipped, results)
+    if seeds > 1:
+        fields = ("cell", *identity(check(cells[0])))
+        _write_csv(rows, folder / "replications.csv")
+        ratios = paired(rows, seeds, fields)
+        if ratios:
+            _write_csv(ratios, folder / "paired.csv")
+        record["replications"] = {"seeds": seeds, "paired": ratios}
+        rows = summarise(rows, seeds, fields)
+    _write_csv(rows, folder / "summary.csv")
+    own_seeds = [cell.seed for cell in cells] if seeds > 1 else None
+    for kind in ("requests", "steps") if keep_steps else ("requests",):
+        found = [(i // seeds, part_files(part, kind)) for i, part in enumerate(parts)]
+        merge_parts(found, folder / f"{kind}.parquet", own_seeds)
     (folder / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    pl.DataFrame(rows, infer_schema_length=None).fill_nan(None).write_csv(path)
+
+
+def _calibrations(cells: Sequence[Scenario]) -> list[dict[str, Any]]:
+    """The calibration that the cells name, once per model and GPU."""
+    used = dict.fromkeys((cell.calibration, cell.model, cell.gpu) for cell in cells if cell.calibration is not None)
+    return [calibration_record(str(name), load_shape(model).name, gpu) for name, model, gpu in used]
 
 
 def _run_record(
@@ -194,6 +222,7 @@ def _run_record(
         "acceptance": list(unique["acceptance"].values()),
         "step_cost": list(unique["step_cost"].values()),
         "ledgers": list(unique["ledger"].values()),
+        "calibration": _calibrations(cells),
         "skipped": [
             {
                 "model": item.scenario.model,

@@ -18,6 +18,8 @@ from lab.methods import get_method
 from lab.shapes import load_shape
 from lab.trees import DraftTree
 from reports import validation
+from reports.serving import groups, halves
+from reports.serving_rows import sorted_rows
 from simulator.scenario import expand
 from simulator.settings import EngineSettings
 from simulator.stepcost import build_step_cost
@@ -107,10 +109,24 @@ def test_throughput_ratio_is_batch_ratio_over_tpot_ratio_once_saturated(evaluati
 
 @pytest.mark.slow
 def test_validation_page_is_what_the_command_writes(tmp_path: Path) -> None:
-    validation.write_validation(tmp_path / "validation.md")
+    """All but the published serving results, whose fits take minutes; test_serving.py fits a part of them."""
+    validation.write_validation(tmp_path / "validation.md", serving_part=False)
     number = re.compile(r"\d+(?:\.\d+)?")
-    fresh = (tmp_path / "validation.md").read_text(encoding="utf-8")
-    kept = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    fresh = (tmp_path / "validation.md").read_text(encoding="utf-8").strip()
+    kept = page.split("\n## Published serving results")[0].strip()
     assert number.sub("#", fresh) == number.sub("#", kept)
-    for new, old in zip(number.findall(fresh), number.findall(kept), strict=True):
-        assert float(new) == pytest.approx(float(old), rel=0.02, abs=0.011)
+    simulated = len(number.findall(kept.split("\n## Two engine logs")[0]))  # beyond it stand fits, which amplify noise
+    for i, (new, old) in enumerate(zip(number.findall(fresh), number.findall(kept), strict=True)):
+        allowed = {"rel": 0.02, "abs": 0.011} if i < simulated else {"rel": 0.3, "abs": 0.5}
+        assert float(new) == pytest.approx(float(old), **allowed)
+
+
+def test_the_validation_page_counts_every_published_row() -> None:
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    rows = sorted_rows()
+    assert f"**Usable: {len(rows.usable)}.**" in page
+    for reason, count in rows.reasons:
+        assert f"| {reason} | {count} |" in page
+    predicted, fitted = (sum(len(halves(group)[half]) for group in groups().values()) for half in (1, 0))
+    assert f"**{predicted} rows predicted, {fitted} used for fits**" in page

@@ -10,7 +10,7 @@ import sys
 import typer
 
 import lab
-from lab.cli import bench, compare, doctor, ledger, models, plan, simulate, tree
+from lab.cli import bench, calibrate, compare, doctor, ledger, models, plan, simulate, tree
 from lab.errors import InterruptedSweepError, MissingError, UsageError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for verb in (doctor, models, tree, ledger, bench, compare, simulate, plan):
+for verb in (doctor, models, tree, ledger, bench, compare, calibrate, simulate, plan):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 

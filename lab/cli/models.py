@@ -85,7 +85,7 @@ def _detail(model: str, tree_text: str, tp: int, dtype: str, as_json: bool) -> N
                 "rows": used.num_rows,
                 "resident_bytes_per_layer": resident,
                 "resident_mib_per_request": round(shape.num_linear_layers * resident / MIB, 2),
-                "ratio_to_one_state": round(resident / heads.state_bytes, 3),
+                "ratio_to_one_state": round(resident / heads.state_bytes, 3) if heads.state_bytes else 0.0,
             }
         )
     overview = _overview(shape)

@@ -12,12 +12,14 @@ from lab.cli.scenarios import scenario_command
 from lab.cli.simulate import show_summary
 
 
-def _run(raw: dict[str, Any], out: Path, jobs: int, resume: bool, progress: Callable[[int, int], None]) -> None:
+def _run(
+    raw: dict[str, Any], out: Path, jobs: int, resume: bool, seeds: int, progress: Callable[[int, int], None]
+) -> None:
     from reports import write_report
     from simulator.scenario import expand
     from simulator.sweep import run_sweep
 
-    run_sweep(raw, expand(raw), out, jobs=jobs, resume=resume, progress=progress, finish=write_report)
+    run_sweep(raw, expand(raw), out, jobs=jobs, resume=resume, seeds=seeds, progress=progress, finish=write_report)
 
 
 def _show(folder: Path, as_json: bool) -> None:

@@ -63,8 +63,8 @@ _NAMING = {
     "max_concurrency": "clients",
 }
 
-#: Run the cells of a scenario into a folder: `(raw scenario, out, jobs, resume, progress)`.
-Runner = Callable[[dict[str, Any], Path, int, bool, Callable[[int, int], None]], None]
+#: Run the cells of a scenario into a folder: `(raw scenario, out, jobs, resume, seeds, progress)`.
+Runner = Callable[[dict[str, Any], Path, int, bool, int, Callable[[int, int], None]], None]
 
 
 def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str) -> Callable[..., None]:
@@ -75,6 +75,9 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
         out: Path = typer.Option(None, "--out", help="Run directory to write (default: runs/<name>)."),
         jobs: int = typer.Option(0, "--jobs", min=0, help="Parallel processes (0: one per core)."),
         resume: bool = typer.Option(False, "--resume", help="Continue an interrupted sweep."),
+        seeds: int = typer.Option(
+            1, "--seeds", min=1, max=1000, help="Run every cell with so many seeds; gives 95 % intervals."
+        ),
         as_json: bool = JSON_OPTION,
         model: str = _flag("--model", "A shipped model or the path of a config.json"),
         gpu: str = _flag("--gpu", "h200, b200, h100"),
@@ -106,7 +109,7 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
         folder = out if out is not None else Path("runs") / str(raw["name"])
         try:
             with progress_bar("simulating") as progress:
-                run(raw, folder, jobs or len(os.sched_getaffinity(0)), resume, progress)
+                run(raw, folder, jobs or len(os.sched_getaffinity(0)), resume, seeds, progress)
         except KeyboardInterrupt:
             raise InterruptedSweepError(f"{folder} was not written; finished cells are kept: use --resume") from None
         show(folder, as_json)

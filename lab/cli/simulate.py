@@ -12,11 +12,13 @@ from lab.cli.output import print_json, print_table
 from lab.cli.scenarios import scenario_command
 
 
-def _run(raw: dict[str, Any], out: Path, jobs: int, resume: bool, progress: Callable[[int, int], None]) -> None:
+def _run(
+    raw: dict[str, Any], out: Path, jobs: int, resume: bool, seeds: int, progress: Callable[[int, int], None]
+) -> None:
     from simulator.scenario import expand
     from simulator.sweep import run_sweep
 
-    run_sweep(raw, expand(raw), out, jobs=jobs, resume=resume, keep_steps=True, progress=progress)
+    run_sweep(raw, expand(raw), out, jobs=jobs, resume=resume, seeds=seeds, keep_steps=True, progress=progress)
 
 
 def show_summary(folder: Path, as_json: bool) -> None:

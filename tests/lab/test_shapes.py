@@ -59,7 +59,7 @@ def test_names_are_found_in_any_letter_case() -> None:
 
 
 def test_every_shipped_model_loads() -> None:
-    assert len(model_names()) == 12
+    assert len(model_names()) == 14
     for name in model_names():
         assert load_shape(name).name == name
 

@@ -11,8 +11,8 @@ import simpy
 from factory import constant_cost, no_drafts
 
 from simulator.engine import Client, Engine, EngineConfig
+from simulator.requests import RequestBlock
 from simulator.sglang.config import SglangConfig
-from simulator.workload import RequestBlock
 
 SERVICE_S = 0.01
 

@@ -165,3 +165,9 @@ def test_overlap_hides_the_shorter_of_host_and_gpu_time() -> None:
 
     assert durations(False, 3000).tolist() == pytest.approx([4000, 1001])
     assert durations(True, 3000).tolist() == pytest.approx([3000, 1000])
+
+
+@pytest.mark.parametrize("option", ["prefix_caching", "priority_policy", "async_scheduling"])
+def test_options_of_vllm_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=r"options of vLLM's scheduler"):
+        small_sglang(**{option: True})

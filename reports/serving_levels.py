@@ -1,0 +1,175 @@
+"""A row of the published results as a load level: scenario, requests, cost tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from lab.data import read_csv
+from lab.errors import InfeasibleError
+from lab.methods import get_method
+from lab.profiles.system import load_system
+from lab.shapes import load_shape
+from lab.trees import DraftTree
+from reports.serving_rows import ENGINE_MODELS, WEIGHTS, Row, lengths, load, measured, rate
+from simulator.calibration.levels import Level, chain_acceptance, matched, workload_lengths
+from simulator.check import CheckedCell, check
+from simulator.ledger import TooManySeqsError
+from simulator.physicalcost import PhysicalGpu, Ranks, physical_cost
+from simulator.requests import RequestBlock
+from simulator.run import step_cost
+from simulator.scenario import Scenario
+from simulator.settings import EngineSettings
+from simulator.stepcost import StepCost, build_step_cost
+from simulator.workload import request_blocks
+
+#: Defaults of the published versions: vLLM 0.17 on GPUs of 70 GiB or more, SGLang 0.5.15 and 0.5.16.
+VLLM_SEQS, VLLM_UTILIZATION, SGLANG_STATIC = 1024, 0.9, 0.85
+#: SGLang: slots of state per running request (radix cache, extra buffer, overlap), state share of the pool.
+SGLANG_SLOTS, SGLANG_STATE_SHARE = 5, 0.9 / 1.9
+SPARE_TOKENS = 64
+LINK_BYTES_PER_S = 225e9
+SEED = 0
+
+
+def level_of_row(row: Row) -> Level:
+    """The level of a usable row."""
+    means = lengths(row)
+    assert means is not None  # usable rows have lengths
+    scenario = _scenario(row, means)
+    prompts, outputs = _requests(row, scenario, means)
+    longest = int(np.argmax(prompts.astype(np.int64) + outputs))
+    engine = scenario.engine
+    if row["max_model_len"] is None:
+        needed = int(prompts[longest]) + int(outputs[longest]) + SPARE_TOKENS
+        engine = engine.model_copy(update={"max_model_len": needed})
+    workload = scenario.workload.model_copy(
+        update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
+    )
+    cell = _checked(scenario.model_copy(update={"engine": engine, "workload": workload}))
+    arrivals = np.concatenate([block.arrival_s for block in request_blocks(scenario.workload, SEED)])
+
+    def blocks() -> Iterator[RequestBlock]:
+        return iter([RequestBlock(arrivals, prompts, outputs)])
+
+    price = step_cost if _is_tabulated(row["model"], scenario.gpu, scenario.tensor_parallel_size) else by_rates
+    return Level(f"{row['id']}, {load(row)}", measured(row), cell, blocks, price, bool(row["accept_len"]))
+
+
+def by_rates(cell: CheckedCell) -> StepCost:
+    """Cost tables from the GPU's rates, for shapes that the operator tables lack."""
+    system = load_system(cell.scenario.gpu)
+    gpu = PhysicalGpu(
+        system.gpu,
+        system.memory_bandwidth_bytes_per_s,
+        system.bf16_tensor_flops_per_s,
+        LINK_BYTES_PER_S,
+        system.memory_capacity_bytes,
+    )
+    ranks = Ranks(cell.scenario.tensor_parallel_size)
+    return physical_cost(cell.shape, gpu, ranks, cell.engine, cell.tree.num_rows)
+
+
+@cache
+def _is_tabulated(model: str, gpu: str, tp: int) -> bool:
+    small = EngineSettings(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)
+    try:
+        build_step_cost(load_shape(model), gpu, tp, small, get_method("recurrent"), DraftTree.chain(0), 1.0)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
+    drafts = int(row["spec_k"] or 0)
+    speculation: dict[str, Any] = {"state_method": "storeall" if drafts else "recurrent", "tree": f"chain:{drafts}"}
+    if drafts and row["accept_len"]:
+        speculation["acceptance"] = {"per_depth": (chain_acceptance(row["accept_len"], drafts),) * drafts}
+    paced, count = rate(row), int(row["num_prompts"])
+    pace: dict[str, Any] = {"arrivals": "poisson", "request_rate": paced}
+    if paced is None:
+        pace = {"arrivals": "closed-loop", "max_concurrency": int(row["max_concurrency"])}
+    chat = "sharegpt" in str(row["dataset"]).lower()
+    engine: dict[str, Any] = {"weight_dtype": WEIGHTS[row["quant"]], "max_num_seqs": VLLM_SEQS, **_limits(row)}
+    engine |= {"gpu_memory_utilization": VLLM_UTILIZATION}
+    engine |= {"kv_cache_dtype": "fp8"} if "--kv-cache-dtype=fp8" in str(row["flags"]) else {}
+    return Scenario.model_validate(
+        {
+            "name": row["id"],
+            "model": row["model"],
+            "gpu": row["gpu"].lower(),
+            "tensor_parallel_size": int(row["tp"]),
+            "engine": engine,
+            "speculation": speculation,
+            "workload": {
+                "num_requests": count,
+                **({"trace": "sharegpt"} if chat else {"lengths": f"fixed:{means[0]:.0f}/{means[1]:.0f}"}),
+                **pace,
+            },
+            "seed": SEED,
+            **ENGINE_MODELS[row["engine"]],
+        }
+    )
+
+
+def _limits(row: Row) -> dict[str, Any]:
+    """The engine's limits as far as the row states them; for SGLang what its pool of states lets run."""
+    found = {"max_num_seqs": row["max_num_seqs"], "max_num_batched_tokens": row["max_batched_tokens"]}
+    limits = {name: int(value) for name, value in found.items() if value}
+    if row["max_model_len"]:
+        limits["max_model_len"] = int(row["max_model_len"])
+    if row["engine"] == "SGLang":
+        limits["max_num_seqs"] = min(limits.get("max_num_seqs", VLLM_SEQS), sglang_running(row))
+    return limits
+
+
+def sglang_running(row: Row) -> int:
+    """Most requests that SGLang's pool of states lets run at once, by its own arithmetic and default settings.
+
+    `rest` is what the static share of memory leaves beside the weights; states get `SGLANG_STATE_SHARE` of it,
+    `SGLANG_SLOTS` slots per running request, and with a chain of D - 1 drafts D further states per running request.
+    """
+    shape, tp, drafts = load_shape(row["model"]), int(row["tp"]), int(row["spec_k"] or 0)
+    total = load_system(row["gpu"]).memory_capacity_bytes
+    weights = shape.weight_bytes(WEIGHTS[row["quant"]], tp)
+    weights += shape.drafting_weight_bytes(WEIGHTS[row["quant"]], tp) if drafts else 0
+    layer = shape.state_bytes_layer(shape.mamba_ssm_dtype, tp) + shape.conv_bytes_layer(tp)
+    per_request = shape.num_linear_layers * layer
+    budget = (SGLANG_STATIC * total - weights) * SGLANG_STATE_SHARE
+    rows = drafts + 1 if drafts else 0
+    slots = (budget - per_request * (1 + rows)) // (per_request * (1 + rows / SGLANG_SLOTS))
+    return max(int(slots) // SGLANG_SLOTS, 1)
+
+
+def _requests(row: Row, scenario: Scenario, means: tuple[float, float]) -> tuple[Any, Any]:
+    """Prompt and output lengths: ShareGPT's brought to the row's means, uniform or constant ones for random prompts."""
+    prompts, outputs = workload_lengths(scenario)
+    if scenario.workload.trace is not None:
+        prompts, outputs = _conversations(len(prompts), means[1])
+    if "range ratio 0" in str(row["dataset"]):
+        rng = np.random.default_rng(SEED)
+        prompts, outputs = (rng.integers(1, 2 * int(mean) + 1, len(prompts)).astype(np.int32) for mean in means)
+    return matched(prompts, means[0]), matched(outputs, means[1])
+
+
+def _conversations(count: int, mean_output: float) -> tuple[Any, Any]:
+    """ShareGPT lengths: all pairs of the benchmark's filter or those that a user began, whose mean reply is nearer."""
+    pairs = read_csv("traces", "sharegpt_first_pairs.csv.gz").filter(pl.col("vllm_filter") == 1)
+    begun = pairs.filter(pl.col("first_turn_is_user") == 1)
+    chosen = min((pairs, begun), key=lambda each: abs(float(each["output_tokens"].to_numpy().mean()) - mean_output))
+    used = np.arange(count) % len(chosen)
+    prompts, outputs = (chosen[name].to_numpy()[used] for name in ("input_tokens", "output_tokens"))
+    return prompts.astype(np.int32), outputs.astype(np.int32)
+
+
+def _checked(scenario: Scenario) -> CheckedCell:
+    """The cell, with fewer running requests where the engine would refuse so many."""
+    try:
+        return check(scenario)
+    except TooManySeqsError as error:
+        engine = scenario.engine.model_copy(update={"max_num_seqs": error.viable})
+        return check(scenario.model_copy(update={"engine": engine}))

@@ -1,0 +1,213 @@
+"""A load level: a measured result and the simulated service at the same load, run with any values of the constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from lab.acceptance import acceptance_from
+from lab.errors import UsageError
+from simulator.calibration.constants import Values
+from simulator.calibration.measure import measure
+from simulator.calibration.results import EngineResult, Ints
+from simulator.check import CheckedCell, check
+from simulator.gputime import with_gpu_time
+from simulator.requests import RequestBlock
+from simulator.run import step_cost
+from simulator.scenario import Scenario, expand
+from simulator.settings import EngineSettings, GpuTimeSettings
+from simulator.stepcost import StepCost
+from simulator.workload import request_blocks
+
+Blocks = Callable[[], Iterator[RequestBlock]]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load: what was measured (metrics by the names of summary.csv), the cell that simulates it, its requests.
+
+    `price` makes the cell's cost tables; `acceptance_known` keeps a fitted acceptance from taking the place of the
+    cell's.
+    """
+
+    name: str
+    measured: Mapping[str, float]
+    cell: CheckedCell
+    blocks: Blocks
+    price: Callable[[CheckedCell], StepCost] = step_cost
+    acceptance_known: bool = False
+
+    def predict(self, values: Values) -> dict[str, float]:
+        """Metrics of the simulated run with these constants; those not named keep the scenario's value."""
+        cell, cost = self.with_constants(values)
+        return measure(cell, cost, self.blocks()).metrics
+
+    def with_constants(self, values: Values) -> tuple[CheckedCell, StepCost]:
+        """The cell and its cost tables with these constants."""
+        cell = self.cell
+        if "acceptance" in values and cell.tree.num_drafts and not self.acceptance_known:
+            cell = _with_acceptance(cell, values["acceptance"])
+        if "memory.running_share" in values:
+            cell = _with_running_share(cell, values["memory.running_share"])
+        scenario = cell.scenario
+        host = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("host.")}
+        gpu = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gpu_time.")}
+        factors = scenario.gpu_time.model_copy(update=gpu)
+        plain = {"host": scenario.host.model_copy(update=host), "gpu_time": GpuTimeSettings()}
+        cell = replace(cell, scenario=scenario.model_copy(update=plain))
+        return cell, with_gpu_time(_tables(_Key(cell), self.price), factors)
+
+
+class _Key:
+    """A cell by all that its tables depend on: hosts, loads and seeds leave them alone."""
+
+    def __init__(self, cell: CheckedCell) -> None:
+        self.cell = cell
+        scenario = cell.scenario
+        engine = scenario.engine.model_dump_json(exclude={"running_limit"})
+        self._key = (
+            scenario.model_dump_json(exclude={"host", "workload", "engine", "seed", "name", "calibration"}),
+            engine,
+            round(cell.acceptance_length, 3),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._key == other._key
+
+
+@lru_cache(maxsize=32)
+def _tables(key: _Key, price: Callable[[CheckedCell], StepCost]) -> StepCost:
+    return price(key.cell)
+
+
+def _with_acceptance(cell: CheckedCell, chance: float) -> CheckedCell:
+    """The cell with one chance of acceptance at every depth."""
+    settings = cell.scenario.speculation.acceptance
+    model = acceptance_from(
+        preset=None,
+        per_depth=(chance,) * cell.tree.max_depth,
+        rank_rescue=settings.rank_rescue,
+        concentration=settings.concentration,
+    )
+    return replace(cell, acceptance=model, acceptance_length=model.served_acceptance_length(cell.tree))
+
+
+def _with_running_share(cell: CheckedCell, share: float) -> CheckedCell:
+    """The cell with that share of the requests that its memory lets run."""
+    engine = cell.scenario.engine
+    if not isinstance(engine, EngineSettings):
+        raise UsageError("constant memory.running_share: for SGLang set engine.max_running_requests instead")
+    limit = min(max(round(share * engine.num_seqs), 1), engine.max_num_seqs)
+    limited = engine.model_copy(update={"running_limit": limit})
+    return replace(cell, engine=limited, scenario=cell.scenario.model_copy(update={"engine": limited}))
+
+
+def level_of(raw: Mapping[str, Any], result: EngineResult) -> Level:
+    """The level of a result: the scenario's service under the result's load.
+
+    The workload is the result's: its lengths and send times where it is detailed, otherwise the scenario's lengths
+    brought to the result's means. Raises `UsageError` when the scenario is a sweep or cannot serve the requests.
+    """
+    scenario = _one_scenario(raw, result)
+    prompts, outputs = _lengths(scenario, result)
+    longest = int(np.argmax(prompts.astype(np.int64) + outputs))
+    workload = scenario.workload.model_copy(
+        update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
+    )
+    cell = check(_with_measured_acceptance(scenario, result).model_copy(update={"workload": workload}))
+
+    def blocks() -> Iterator[RequestBlock]:
+        return iter([RequestBlock(_arrivals(scenario, result, len(prompts)), prompts, outputs)])
+
+    return Level(result.load, result.metrics, cell, blocks)
+
+
+def _one_scenario(raw: Mapping[str, Any], result: EngineResult) -> Scenario:
+    """The scenario under the result's load."""
+    workload = raw.get("workload")
+    if not isinstance(workload, Mapping):
+        raise UsageError("workload must be a mapping with a trace or lengths; the load comes from the engine result")
+    kept = {key: workload[key] for key in ("trace", "lengths") if workload.get(key) is not None}
+    count = result.num_requests if result.prompt_tokens is None else len(result.prompt_tokens)
+    load: dict[str, Any] = {"num_requests": count, "max_concurrency": result.max_concurrency}
+    if result.request_rate is not None:
+        poisson = result.burstiness == 1.0
+        load |= {"arrivals": "poisson" if poisson else "gamma", "request_rate": result.request_rate}
+        load |= {} if poisson else {"burstiness": result.burstiness}
+    else:
+        load |= {"arrivals": "closed-loop", "max_concurrency": result.max_concurrency or count}
+    cells = expand({**raw, "workload": {**kept, **load}})
+    if len(cells) != 1:
+        raise UsageError(
+            f"the scenario is a sweep of {len(cells)} cells; calibration compares one service: give one value each of "
+            "state_method, tree, engine fields and seed (flags such as --state-method do so)"
+        )
+    return cells[0]
+
+
+def _lengths(scenario: Scenario, result: EngineResult) -> tuple[Ints, Ints]:
+    if result.prompt_tokens is not None and result.output_tokens is not None:
+        return result.prompt_tokens, result.output_tokens
+    prompts, outputs = workload_lengths(scenario)
+    return matched(prompts, result.mean_prompt_tokens), matched(outputs, result.mean_output_tokens)
+
+
+def workload_lengths(scenario: Scenario) -> tuple[Ints, Ints]:
+    """Prompt and output lengths of the scenario's workload."""
+    blocks = list(request_blocks(scenario.workload, scenario.seed))
+    return (
+        np.concatenate([block.prompt_tokens for block in blocks]),
+        np.concatenate([block.output_tokens for block in blocks]),
+    )
+
+
+def matched(tokens: Ints, mean: float) -> Ints:
+    """Lengths stretched to a mean, at least 1 token each."""
+    stretched = np.maximum(np.rint(tokens * (mean / tokens.mean())), 1)
+    return np.asarray(stretched, dtype=np.int32)
+
+
+def _arrivals(scenario: Scenario, result: EngineResult, count: int) -> Any:
+    """Send times: the result's own, unless a cap on concurrency set the pace."""
+    if result.arrival_s is not None and result.max_concurrency is None:
+        return result.arrival_s
+    times = np.concatenate([block.arrival_s for block in request_blocks(scenario.workload, scenario.seed)])
+    return times[:count]
+
+
+def _with_measured_acceptance(scenario: Scenario, result: EngineResult) -> Scenario:
+    """The scenario with the result's acceptance where it tells one and drafts are a chain."""
+    from lab.trees import parse_tree
+
+    tree = parse_tree(scenario.speculation.tree)
+    depth = tree.max_depth
+    if not depth or max(tree.width_by_depth) > 1:
+        return scenario
+    per_depth: tuple[float, ...]
+    if len(result.per_position) == depth:
+        before = (1.0, *result.per_position[:-1])
+        per_depth = tuple(s / b if b > 0 else 0.0 for s, b in zip(result.per_position, before, strict=True))
+    elif result.acceptance_length is not None and 1 <= result.acceptance_length <= depth + 1:
+        per_depth = (chain_acceptance(result.acceptance_length, depth),) * depth
+    else:
+        return scenario
+    acceptance = scenario.speculation.acceptance.model_copy(update={"preset": None, "per_depth": per_depth})
+    speculation = scenario.speculation.model_copy(update={"acceptance": acceptance})
+    return scenario.model_copy(update={"speculation": speculation})
+
+
+def chain_acceptance(acceptance_length: float, depth: int) -> float:
+    """The chance per draft of a chain of `depth` drafts that emits `acceptance_length` tokens a step."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        emitted = sum(middle**j for j in range(depth + 1))
+        low, high = (middle, high) if emitted < acceptance_length else (low, middle)
+    return (low + high) / 2
