@@ -75,8 +75,11 @@ class Watcher:
 def request_blocks(draw: st.DrawFn, most: int = 10) -> RequestBlock:
     """Requests of at most `LONGEST` tokens with shared prefixes, conversations, prompt units and priorities."""
     count = draw(st.integers(1, most))
-    numbers = st.lists(st.integers(1, LONGEST // 2), min_size=count, max_size=count)
-    prompts, outputs = np.array(draw(numbers), np.int32), np.array(draw(numbers), np.int32)
+    half = LONGEST // 2  # of any length, or short prompts with long replies: those outgrow the pool after admission
+    ranges = draw(st.sampled_from([((1, half), (1, half)), ((1, 4), (half, LONGEST - 4))]))
+    prompts, outputs = (
+        np.array(draw(st.lists(st.integers(*range_), min_size=count, max_size=count)), np.int32) for range_ in ranges
+    )
     arrival_s = np.cumsum(draw(st.lists(st.floats(0, 0.02), min_size=count, max_size=count)))
     stream = np.array(draw(st.lists(st.integers(-1, 2), min_size=count, max_size=count)), np.int64)
     prefix = PrefixIds.streams(stream, draw(st.sampled_from([0, 8, 20])))

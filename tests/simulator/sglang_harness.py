@@ -18,25 +18,25 @@ def sglang_histories(draw: st.DrawFn) -> History:
     asked = draw(st.sampled_from([0, 20]))
     longest = int((block.prompt_tokens + block.output_tokens).max())
     smallest = max(longest + page + 1, int(block.prompt_tokens.max()) + asked + page + 1, longest - 1 + rows + page)
-    pages = -(-smallest // page) + draw(st.sampled_from([0, 0, 1, 5, 20, 150])) // page
-    held = draw(st.integers(1, 3))
+    pages = -(-smallest // page) - (-draw(st.sampled_from([0, 5, 10, 20, 40, 150])) // page)
+    held, bold = draw(st.integers(1, 3)), draw(st.booleans())  # bold admission makes requests outgrow the KV pool
     config = small_sglang(
         tokens=pages * page,
         page_size=page,
         rows=rows,
         max_model_len=LONGEST,
-        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_seqs=draw(st.integers(2 if bold else 1, 6)),
         max_num_batched_tokens=240,
         seed=draw(st.integers(0, 9)),
         sglang={
-            "state_slots": held * draw(st.integers(1, 8)) + draw(st.integers(0, held - 1)),
+            "state_slots": held * (8 if bold else draw(st.integers(1, 8))) + draw(st.integers(0, held - 1)),
             "state_slots_held": held,
             "chunked_prefill_size": draw(st.sampled_from([0, 16, 32, 64])),
             "max_new_tokens": asked,
             "max_prefill_tokens": draw(st.sampled_from([16, 64, 128])),
             "mixed_chunk": rows == 1 and draw(st.booleans()),
             "overlap_schedule": draw(st.booleans()),
-            "schedule_conservativeness": draw(st.sampled_from([0.01, 0.3, 1.0, 1.5])),
+            "schedule_conservativeness": 0.01 if bold else draw(st.sampled_from([0.1, 0.3, 1.0, 1.5])),
         },
     )
     return History(config, block, draw(st.sampled_from([None, 1, 3])))

@@ -7,7 +7,7 @@ import os
 import pytest
 from harness import check_end
 from histories import HARNESSES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 #: Histories of one engine in the slow run.
@@ -35,6 +35,14 @@ def test_inv_3_4_5_hold_on_random_histories(engine: str, data: st.DataObject) ->
 @given(data=st.data())
 def test_inv_3_4_5_hold_on_ten_thousand_random_histories(engine: str, data: st.DataObject) -> None:
     check_history(engine, data)
+
+
+@pytest.mark.parametrize("engine", HARNESSES)
+@pytest.mark.parametrize("event", ["num_preemptions", "memory_limited_steps", "seqs_limited_steps"])
+def test_the_histories_reach_full_pools(engine: str, event: str) -> None:
+    harness = HARNESSES[engine]
+    reached = settings(RELAXED, max_examples=500, phases=[Phase.generate], derandomize=True, database=None)
+    find(harness.histories(), lambda history: harness.serve(history, None)[0].state[event] > 1, settings=reached)
 
 
 @pytest.mark.parametrize("engine", HARNESSES)
