@@ -68,6 +68,14 @@ def all_profiles() -> Iterator[tuple[str, Path]]:
             yield from ((folder.name, folder) for folder in sorted(root.iterdir()) if is_profile(folder))
 
 
+def incomplete_profiles() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Folders among the user's profiles that are none, and what they lack."""
+    root = user_profiles()
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.is_dir() and (missing := missing_files(folder)):
+            yield folder, missing
+
+
 def missing_files(folder: Path) -> tuple[str, ...]:
     """Which files a folder lacks to be a profile."""
     return tuple(name for name in (ROWS_FILE, DEVICE_FILE) if not (folder / name).is_file())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.profiles import folders
 from lab.profiles.folders import (
@@ -167,7 +168,13 @@ def gpu_kernels(gpu: str) -> GpuKernels | None:
     """
     folder = find_profile(gpu)
     if folder is not None:
-        return GpuKernels(load_profile(folder))
+        profile = load_profile(folder)
+        if not profile.points:
+            raise UsageError(
+                f"profile {gpu} holds no row of phase step with a time, and others price no step; measure some: treewy "
+                f"bench --backend {profile.device['backend']} --profile {gpu} --resume --phase step"
+            )
+        return GpuKernels(profile)
     name, fallback = check_gpu(gpu), folders.SHIPPED / SCALED_FROM
     if name == SCALED_FROM or not is_profile(fallback):
         return None

@@ -11,6 +11,7 @@ import pytest
 from kernel_profiles import row as kernel_row
 from kernel_profiles import write_profile
 
+from lab.bench.sources import source_hash
 from lab.data import data_path
 from lab.profiles.folders import read_device, target_folder
 from lab.profiles.rows import COLUMNS, read_rows
@@ -250,8 +251,47 @@ def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path
     assert code == 0
     assert "the sources have changed (kept because: comments only)" in text
     assert "interpolation along batch: median 0.0%" in text
-    assert "cannot be used: " in text
+    assert "cannot be used: " + str(profiles / "broken") in " ".join(text.split())
     assert "nvrtc" in text
+    assert all(len(line) <= 120 for line in text.splitlines() if str(tmp_path) not in line)
+
+
+@pytest.mark.parametrize(
+    ("date", "said"), [("2999-01-01", "dated 2999-01-01, which is in the future"), ("May", "'May', which is no date")]
+)
+def test_doctor_doubts_dates(call: Any, tmp_path: Path, date: str, said: str) -> None:
+    write_profile(tmp_path / "home" / "treewy-lab" / "profiles" / "mine", date=date)
+    assert said in call("doctor")[1]
+
+
+def test_doctor_lists_half_a_profile_and_a_record_it_cannot_trust(call: Any, tmp_path: Path) -> None:
+    profiles = tmp_path / "home" / "treewy-lab" / "profiles"
+    write_profile(profiles / "future", schema_version=99, source_hash=source_hash("cuda"))
+    (write_profile(profiles / "half") / "device.json").unlink()
+    found = {profile["name"]: profile for profile in json.loads(call("doctor", "--json")[1])["profiles"]}
+    assert "schema_version is 99; 1 is needed" in found["future"]["error"]
+    assert "incomplete, it lacks device.json" in found["half"]["error"]
+    assert "rows" in found["h200"]
+
+
+def test_doctor_survives_profiles_that_cannot_be_read(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles = tmp_path / "home" / "treewy-lab" / "profiles"
+    profiles.mkdir(parents=True)
+    whole = Path.iterdir
+
+    def iterdir(folder: Path) -> Any:
+        if folder == profiles:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return whole(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    code, text, _ = call("doctor")
+    assert code == 0
+    assert f"cannot be used: {profiles}: Permission denied" in " ".join(text.split())
+    assert "profile h200" in text
+    assert "bench --backend cpu" in text
 
 
 def test_a_quick_bench_that_runs_out_of_time_has_seen_every_tree_and_method() -> None:

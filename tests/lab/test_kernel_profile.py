@@ -252,6 +252,13 @@ def test_a_profile_of_an_unknown_device_must_name_its_operator_tables(shipped: P
     assert check_gpu(str(write_profile(folder, name="Some CPU", operator_tables="h100"))) == "h100"
 
 
+def test_a_profile_without_a_timed_step_says_what_to_measure(shipped: Path) -> None:
+    red = row("treelog", 1, 1, "chain:0", latency_us_p50=None)
+    write_profile(target_folder("mine"), [red, row("treelog", 1, 1, "chain:0", phase="verify")], backend="cpu")
+    with pytest.raises(UsageError, match="bench --backend cpu --profile mine --resume --phase step"):
+        gpu_kernels("mine")
+
+
 @pytest.mark.parametrize("name", ["h200", "B200", "a b", "", ".hidden"])
 def test_a_name_that_cannot_be_a_profile_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="--profile"):
