@@ -114,9 +114,11 @@ def check_target(folder: Path, replace: bool = True) -> None:
             "another folder"
         )
     with _writing(folder):  # the files are written to a folder beside it first
+        fresh = _beside(folder, "new")
+        shutil.rmtree(fresh, ignore_errors=True)  # an interrupted save leaves one
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _beside(folder, "new").mkdir()
-        _beside(folder, "new").rmdir()
+        fresh.mkdir()
+        fresh.rmdir()
 
 
 @contextmanager

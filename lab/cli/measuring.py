@@ -63,8 +63,10 @@ def measure(job: Job) -> BenchResult:
 
     for line in _cannot_run(job, points):
         typer.echo(f"left out: {line}", err=True)
-    if "profile" in job.again and result.device["operator_tables"] is None:
-        typer.echo("note: --operator-tables is not given, and this device is none that is shipped", err=True)
+    if "--profile " in job.again and result.device["operator_tables"] is None:
+        typer.echo(
+            "note: --operator-tables is not given, and this device has none of its own; --gpu asks for them", err=True
+        )
     typer.echo(f"measuring {len(points)} points on {result.device['name']} …", err=True)
     _warn_if_busy(result)
     try:
@@ -100,7 +102,8 @@ def _cannot_run(job: Job, points: Sequence[Point]) -> list[str]:
     """What is asked for and cannot be measured: trees that a method cannot verify, phases that it does not have."""
     from lab.profiles.rows import PHASES
 
-    lines = [f"{method} cannot verify {', '.join(trees)}" for method, trees in job.axes.impossible().items()]
+    pairs = [f"{method} cannot verify {', '.join(trees)}" for method, trees in job.axes.impossible().items()]
+    lines = ["; ".join(pairs)] if pairs else []
     if tuple(job.phases) != PHASES:
         has = {method: set[str]() for method in job.axes.methods}
         for point in points:
