@@ -16,9 +16,9 @@ import lab
 from lab.bench.backend import Backend
 from lab.bench.sources import source_files, source_hash
 from lab.errors import UsageError
-from lab.profiles.folders import DEVICE_FILE, ROWS_FILE, SCHEMA_VERSION, is_profile, missing_files, read_device
+from lab.profiles.folders import DEVICE_FILE, ROWS_FILE, SCHEMA_VERSION, is_profile, missing_files, read_profile
 from lab.profiles.folders import operator_tables as tables_of
-from lab.profiles.rows import KernelRow, read_rows, write_rows
+from lab.profiles.rows import KernelRow, write_rows
 
 #: What must not change while a bench goes on: the device, its threads, the kernels; then how hard it is measured.
 SAME_DEVICE = ("backend", "name", "threads", "source_hash")
@@ -168,7 +168,7 @@ def device_to_continue(folder: Path) -> dict[str, Any]:
         raise UsageError(f"--resume: {folder} lacks {missing[0]}; put it back, or measure into a new folder")
     if missing:
         raise UsageError(f"--resume: {folder} holds no bench to continue; leave --resume away to start one")
-    return read_device(folder)
+    return read_profile(folder).device
 
 
 def continue_from(folder: Path, result: BenchResult) -> None:
@@ -182,7 +182,7 @@ def continue_from(folder: Path, result: BenchResult) -> None:
     _check_same(folder, SAME_DEVICE, device, result.device, "measure into a new folder")
     if all(name in last and name in result.settings for name in EFFORT):
         _check_same(folder, EFFORT, last, result.settings, "give or leave away --quick as then")
-    result.rows = list(read_rows(folder / ROWS_FILE))
+    result.rows = list(read_profile(folder).rows)
     result.red, result.skipped = list(device.get("red") or []), list(device.get("skipped") or [])
     own = dict(result.device)
     result.device.clear()

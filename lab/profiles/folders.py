@@ -13,10 +13,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.errors import UsageError
+from lab.profiles.rows import KernelRow, read_rows
 
 #: GPUs whose operator tables are shipped, by the name a scenario uses.
 GPU_NAMES = ("h200", "b200", "h100")
@@ -133,12 +135,27 @@ _DEVICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def profile_hash(folder: Path) -> str:
-    """Hash of what a profile says: both of its files."""
+class ProfileFiles(NamedTuple):
+    """What the two files of a profile say, and a hash of both."""
+
+    device: dict[str, Any]
+    rows: tuple[KernelRow, ...]
+    hash: str
+
+
+def read_profile(folder: Path) -> ProfileFiles:
+    """Both files of a profile, read again when they change; `UsageError` naming file and field for unusable ones."""
+    stamps = tuple((folder / name).stat().st_mtime_ns for name in (ROWS_FILE, DEVICE_FILE))
+    return _read(folder.resolve(), stamps)
+
+
+@cache
+def _read(folder: Path, stamps: tuple[int, ...]) -> ProfileFiles:
+    device, rows = read_device(folder), read_rows(folder / ROWS_FILE)
     digest = hashlib.sha256()
     for name in (ROWS_FILE, DEVICE_FILE):
         digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
+    return ProfileFiles(device, rows, digest.hexdigest())
 
 
 def check_gpu(gpu: str) -> str:
@@ -154,7 +171,7 @@ def check_gpu(gpu: str) -> str:
             f"gpu is '{gpu}'; allowed are {', '.join(GPU_NAMES)}, and the name or folder of a profile that "
             "treewy bench --profile has written"
         )
-    device = read_device(folder)
+    device = read_profile(folder).device
     tables = operator_tables(device)
     if tables is None:
         raise UsageError(

@@ -18,18 +18,9 @@ from numpy.typing import ArrayLike
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.profiles import folders
-from lab.profiles.folders import (
-    DEVICE_FILE,
-    GPU_NAMES,
-    ROWS_FILE,
-    check_gpu,
-    find_profile,
-    is_profile,
-    profile_hash,
-    read_device,
-)
+from lab.profiles.folders import GPU_NAMES, check_gpu, find_profile, is_profile, read_profile
 from lab.profiles.grids import Bools, Floats, Grid
-from lab.profiles.rows import KernelRow, read_rows
+from lab.profiles.rows import KernelRow
 from lab.profiles.system import load_system
 from lab.trees import DraftTree
 
@@ -183,14 +174,14 @@ def gpu_kernels(gpu: str) -> GpuKernels | None:
 
 
 def load_profile(folder: Path) -> KernelProfile:
-    """The profile in a folder, read again when its files change; `UsageError` for one that cannot be read."""
-    stamps = tuple((folder / name).stat().st_mtime_ns for name in (ROWS_FILE, DEVICE_FILE))
-    return _load(folder.resolve(), stamps)
+    """The profile in a folder, read again when its files change; `UsageError` for one that cannot be used."""
+    found = read_profile(folder)
+    return _profile(folder.resolve(), found.hash)
 
 
 @cache
-def _load(folder: Path, stamps: tuple[int, ...]) -> KernelProfile:
-    return KernelProfile(folder, read_device(folder), read_rows(folder / ROWS_FILE), profile_hash(folder))
+def _profile(folder: Path, digest: str) -> KernelProfile:
+    return KernelProfile(folder, *read_profile(folder))
 
 
 @dataclass(frozen=True, slots=True)

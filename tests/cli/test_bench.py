@@ -253,7 +253,25 @@ def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path
     assert "interpolation along batch: median 0.0%" in text
     assert "cannot be used: " + str(profiles / "broken") in " ".join(text.split())
     assert "nvrtc" in text
-    assert all(len(line) <= 120 for line in text.splitlines() if str(tmp_path) not in line)
+    lines = [line for line in text.splitlines() if str(tmp_path) not in line and not line.startswith("---")]
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("ledger", "--model", "Qwen3.5-35B-A3B", "--gpu", "mine"),
+        ("bench", "--profile-error", "mine"),
+        ("compare", "mine", "h200"),
+        ("bench", "--backend", "cpu", "--profile", "mine", "--resume"),
+    ],
+    ids=" ".join,
+)
+def test_every_verb_refuses_a_profile_with_a_bad_row(call: Any, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    write_profile(tmp_path / "home" / "treewy-lab" / "profiles" / "mine", [kernel_row("magic", 1, 1, "chain:0")])
+    code, _, err = call(*verb)
+    assert code == 2
+    assert "kernels.csv, line 2: method is 'magic'; allowed are" in err
 
 
 @pytest.mark.parametrize(
