@@ -39,9 +39,7 @@ def command(
         None, "--profile", help="Write a profile that --gpu takes: a name for your own profiles, or a folder with a /."
     ),
     resume: bool = typer.Option(
-        False,
-        "--resume",
-        help="Keep the rows that the folder holds and measure what is missing: of its last run, or of given axes.",
+        False, "--resume", help="Keep the rows in the folder; measure what its last run, or the axes given, still lack."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Measure anew into a folder that holds a bench."),
     operator_tables: str = typer.Option(
@@ -59,12 +57,12 @@ def command(
     """Measure the kernels of the state methods, each gated by the float64 oracle before it is timed.
 
     Prints one row per method, phase and point, and with --out or --profile writes kernels.csv and device.json. Exits
-    with 1 when a gate was red.
+    with 1 when a gate was red or nothing was measured.
     """
     given = {name for name, value in locals().items() if value not in (None, False, [])}
     import shlex
 
-    from lab.cli.measuring import Job, as_dict, measure, no_tables, print_result, why_nothing
+    from lab.cli.measuring import Job, measure, report
 
     _check_flags(given)
     if simulator:
@@ -85,22 +83,7 @@ def command(
     again += f"--profile {shlex.quote(profile)}" if profile else f"--out {shlex.quote(out or '')}"
     limit = time_limit or (QUICK_LIMIT_S if quick and backend == "cpu" else None)
     job = Job(runner, axes, phases, effort, limit, folder, resume, overwrite, date, operator_tables, again)
-    result = measure(job)
-    if as_json:
-        print_json({"device": result.record(), "rows": [as_dict(row) for row in result.rows]})
-    elif result.rows:
-        print_result(result)
-    if not result.rows:
-        typer.echo(f"nothing was measured{why_nothing(job, result)}", err=True)
-        raise typer.Exit(1)
-    if folder is not None:
-        typer.echo(f"wrote {folder}", err=True)
-    if profile and result.device["operator_tables"] is None:
-        typer.echo(f"note: {no_tables(result, again)}", err=True)
-    for line in result.red:
-        typer.echo(f"red: {line}", err=True)
-    if result.red:
-        raise typer.Exit(1)
+    report(job, measure(job), profile is not None, as_json)
 
 
 def _check_flags(given: set[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lab.cli.output import print_table
+from lab.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from lab.bench.backend import Backend, Effort
@@ -89,6 +89,25 @@ def measure(job: Job) -> BenchResult:
     return result
 
 
+def report(job: Job, result: BenchResult, is_profile: bool, as_json: bool) -> None:
+    """Print the rows, and on stderr what became of them; exits with 1 when a gate was red or nothing was measured."""
+    if as_json:
+        print_json({"device": result.record(), "rows": [_as_dict(row) for row in result.rows]})
+    elif result.rows:
+        _print_result(result)
+    if not result.rows:
+        typer.echo(f"nothing was measured{_why_nothing(job, result)}", err=True)
+        raise typer.Exit(1)
+    if job.folder is not None:
+        typer.echo(f"wrote {job.folder}", err=True)
+    if is_profile and result.device["operator_tables"] is None:
+        typer.echo(f"note: {_no_tables(result, job.again)}", err=True)
+    for line in result.red:
+        typer.echo(f"red: {line}", err=True)
+    if result.red:
+        raise typer.Exit(1)
+
+
 def _kept(result: BenchResult, job: Job) -> str:
     if job.folder is None:
         return "nothing is kept without --out or --profile"
@@ -115,7 +134,7 @@ def _cannot_run(job: Job, points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def why_nothing(job: Job, result: BenchResult) -> str:
+def _why_nothing(job: Job, result: BenchResult) -> str:
     if result.skipped:
         return f": {result.skipped[0]}"
     if result.left_out:
@@ -123,7 +142,7 @@ def why_nothing(job: Job, result: BenchResult) -> str:
     return f": {', '.join(job.axes.methods)} has none of the phases {', '.join(job.phases)}; choose others with --phase"
 
 
-def no_tables(result: BenchResult, again: str) -> str:
+def _no_tables(result: BenchResult, again: str) -> str:
     return (
         f"no operator tables fit {result.device['name']}; before --gpu takes this profile, name those that price the "
         f"rest of a model (nothing is timed again): {again} --resume --operator-tables h200"
@@ -136,7 +155,7 @@ def _warn_if_busy(result: BenchResult) -> None:
         typer.echo(f"note: the machine is busy (load {load[0]} on {result.device['cores']} cores)", err=True)
 
 
-def print_result(result: BenchResult) -> None:
+def _print_result(result: BenchResult) -> None:
     header = (
         "method", "phase", "tree", "heads", "state", "batch", "rows", "timer",
         "p50 us", "p20 us", "p80 us", "n", "% of copy", "output err", "state err",
@@ -157,7 +176,7 @@ def _cells(row: KernelRow) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def as_dict(row: KernelRow) -> dict[str, Any]:
+def _as_dict(row: KernelRow) -> dict[str, Any]:
     from dataclasses import asdict
 
     values = asdict(row)
