@@ -19,7 +19,7 @@ class InfeasibleError(UsageError):
 
 
 class InterruptedSweepError(RuntimeError):
-    """The user stopped a sweep; finished cells are kept for `--resume`."""
+    """The user stopped a sweep or a bench; what is finished is kept for `--resume`."""
 
 
 class MissingError(RuntimeError):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lab.bench.results import earlier_runs
 from lab.errors import UsageError
-from lab.profiles.folders import ROWS_FILE
-from lab.profiles.rows import KEY_COLUMNS, KernelRow, read_rows
+from lab.profiles.folders import DEVICE_FILE, ROWS_FILE, find_profile, is_profile
+from lab.profiles.kernels import load_profile
+from lab.profiles.rows import KEY_COLUMNS, KernelRow
 
 SUMMARY_FILE = "summary.csv"
 Verdict = Literal["SAME", "FASTER", "SLOWER", "AMBIGUOUS"]
@@ -24,6 +26,10 @@ Verdict = Literal["SAME", "FASTER", "SLOWER", "AMBIGUOUS"]
 WIDEST = 0.2
 #: Columns of summary.csv that judge a cell, and whether more is better.
 METRICS = {"output_throughput": True, "mean_ttft_ms": False, "mean_tpot_ms": False}
+#: Fields of device.json in which two benches should agree.
+SAME_FIELDS = ("name", "threads", "source_hash")
+#: Copies of one machine that differ by more than this share say that the machine was not the same.
+COPY_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All common rows, and the keys that only one side has."""
+    """All common rows, the keys that only one side has, and what makes two benches hard to compare."""
 
     kind: Literal["bench", "run"]
     columns: tuple[str, ...]
     rows: tuple[Compared, ...]
     only_a: tuple[tuple[Any, ...], ...]
     only_b: tuple[tuple[Any, ...], ...]
+    warnings: tuple[str, ...] = ()
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)
@@ -61,7 +68,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, tolerance: float = 0.02) -> Comparison:
-    """Compare two bench folders, two run directories, or the CSV files in them.
+    """Compare two bench folders, two run directories, the CSV files in them, or profiles by their names.
 
     `tolerance` is the relative difference that does not matter. Raises `UsageError` for anything else, and when the two
     share no row.
@@ -69,19 +76,48 @@ def compare(a: Path, b: Path, tolerance: float = 0.02) -> Comparison:
     file_a, file_b = _file(a), _file(b)
     if file_a.name != file_b.name:
         raise UsageError(f"{a} holds {file_a.name} and {b} {file_b.name}; compare two benches or two runs")
+    warnings: tuple[str, ...] = ()
     if file_a.name == ROWS_FILE:
         kind: Literal["bench", "run"] = "bench"
         columns = KEY_COLUMNS
-        rows_a, rows_b = ({row.key: row for row in read_rows(file)} for file in (file_a, file_b))
+        bench_a, bench_b = (load_profile(file.parent) for file in (file_a, file_b))
+        warnings = tuple(_differences(bench_a.device, bench_b.device))
+        rows_a, rows_b = ({row.key: row for row in bench.rows} for bench in (bench_a, bench_b))
         found = _join(rows_a, rows_b, lambda key, x, y: _compare_rows(key, x, y, tolerance))
     else:
         kind = "run"
-        cells_a, cells_b, columns = _cells(file_a, file_b)
-        found = _join(cells_a, cells_b, lambda key, x, y: _compare_cells(key, x, y, tolerance))
+        rows_a, rows_b, columns = _cells(file_a, file_b)
+        found = _join(rows_a, rows_b, lambda key, x, y: _compare_cells(key, x, y, tolerance))
     compared, only_a, only_b = found
     if not compared:
-        raise UsageError(f"{a} and {b} have no row in common")
-    return Comparison(kind, columns, compared, only_a, only_b)
+        raise UsageError(f"{a} and {b} have no row in common: {_apart(columns, only_a, only_b)}")
+    return Comparison(kind, columns, compared, only_a, only_b, warnings)
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """What two `device.json` say against comparing their times."""
+    for name in SAME_FIELDS:
+        if a.get(name) != b.get(name):
+            yield f"{name} differs: {a.get(name)} in A, {b.get(name)} in B"
+    name = "copy_bandwidth_bytes_per_s"
+    rates = [[run[name] for run in earlier_runs(each) if name in run] or [each[name]] for each in (a, b)]
+    if max(map(max, rates)) > (1 + COPY_TOLERANCE) * min(map(min, rates)):
+        told = [" and ".join(f"{rate / 1e9:,.1f}" for rate in each) for each in rates]
+        yield f"copies ran at {told[0]} GB/s in A, {told[1]} GB/s in B; one machine was not like the other"
+    for side, each in (("A", a), ("B", b)):
+        loads = [run["load_average"][0] for run in (each, *earlier_runs(each)) if run.get("load_average")]
+        if loads and max(loads) > 0.5 * each.get("cores", math.inf):
+            yield f"{side} was measured on a busy machine (load {max(loads)} on {each['cores']} cores)"
+
+
+def _apart(columns: Sequence[str], a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]]) -> str:
+    """The key columns in which no row of one side meets one of the other, and their values."""
+    parts = []
+    for place, name in enumerate(columns):
+        left, right = (list(dict.fromkeys(str(key[place]) for key in side)) for side in (a, b))
+        if not set(left) & set(right):
+            parts.append(f"{name} is {', '.join(left)} in A and {', '.join(right)} in B")
+    return "; ".join(parts) or "every value of a column occurs in both, but never beside the same others"
 
 
 def verdict_of(a: KernelRow, b: KernelRow, tolerance: float) -> Verdict:
@@ -113,16 +149,17 @@ def _compare_rows(key: tuple[Any, ...], a: KernelRow, b: KernelRow, tolerance: f
 
 
 def _compare_cells(key: tuple[Any, ...], a: Mapping[str, float], b: Mapping[str, float], tolerance: float) -> Compared:
-    """A cell is better or worse when a metric moves and none moves the other way."""
+    """A cell is better or worse when a metric moves, none moves the other way, and none is known on one side only."""
     times: dict[str, float] = {}
     for name, more_is_better in METRICS.items():
         old, new = a[name], b[name]
-        if math.isfinite(old) and math.isfinite(new) and old > 0 and new > 0:
+        if not (math.isnan(old) or math.isnan(new)):
             times[name] = old / new if more_is_better else new / old
+    lost = any(math.isnan(a[name]) != math.isnan(b[name]) for name in METRICS)
     better = any(ratio < 1 - tolerance for ratio in times.values())
     worse = any(ratio > 1 + tolerance for ratio in times.values())
-    verdict: Verdict = "AMBIGUOUS" if better == worse else "FASTER" if better else "SLOWER"
-    if times and not better and not worse:
+    verdict: Verdict = "AMBIGUOUS" if lost or better == worse else "FASTER" if better else "SLOWER"
+    if not (better or worse or lost):
         verdict = "SAME"
     note = ", ".join(f"{name} {a[name]:,.1f} -> {b[name]:,.1f}" for name in METRICS)
     return Compared(key, verdict, times.get("output_throughput"), note, worse=verdict == "SLOWER")
@@ -136,13 +173,20 @@ def _join(
 
 
 def _file(path: Path) -> Path:
-    """The CSV file that a folder holds, or the file itself."""
-    if path.is_file() and path.name in (ROWS_FILE, SUMMARY_FILE):
-        return path
-    for name in (ROWS_FILE, SUMMARY_FILE):
-        if (path / name).is_file():
-            return path / name
-    raise UsageError(f"{path} holds neither {ROWS_FILE} (a bench) nor {SUMMARY_FILE} (a run)")
+    """The CSV file that a folder or a profile's name stands for, or the file itself."""
+    folder = path if path.exists() else find_profile(str(path))
+    if folder is None:
+        raise UsageError(f"{path} does not exist, and no profile has this name; give a bench, a run or a profile")
+    if folder.is_file() and folder.name in (ROWS_FILE, SUMMARY_FILE):
+        file = folder
+    else:
+        files = [folder / name for name in (ROWS_FILE, SUMMARY_FILE) if (folder / name).is_file()]
+        if not files:
+            raise UsageError(f"{path} holds neither {ROWS_FILE} (a bench) nor {SUMMARY_FILE} (a run)")
+        file = files[0]
+    if file.name == ROWS_FILE and not is_profile(file.parent):
+        raise UsageError(f"{file.parent} lacks {DEVICE_FILE}, which says where {ROWS_FILE} was measured; put it back")
+    return file
 
 
 def _cells(a: Path, b: Path) -> tuple[dict[Any, Any], dict[Any, Any], tuple[str, ...]]:
@@ -181,7 +225,11 @@ def _read_summary(path: Path) -> list[dict[str, str]]:
 
 
 def _number(text: str, name: str, path: Path) -> float:
+    """A metric; a latency may be empty or NaN, where no request had one."""
     try:
-        return float(text) if text else math.nan
+        value = float(text) if text else math.nan
     except ValueError:
-        raise UsageError(f"{path}: {name} is {text!r}; a number is needed") from None
+        value = -1.0
+    if 0 < value < math.inf or (math.isnan(value) and name != "output_throughput"):
+        return value
+    raise UsageError(f"{path}: {name} is {text!r}; a positive number is needed")

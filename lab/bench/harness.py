@@ -40,8 +40,8 @@ def run_bench(
 ) -> None:
     """Measure all points that `result` does not hold yet, into `result`.
 
-    `progress(done, total)` is called after every point, `save()` now and then. After `time_limit_s` seconds the points
-    that are left are counted in `result.left_out`.
+    `progress(done, total)` is called after every point, `save()` now and then. `result.left_out` counts the points that
+    are left at any time, so that whoever stops the bench can save it; after `time_limit_s` seconds it stops by itself.
     """
     start = last_save = clock()
     have = {row.key for row in result.rows}
@@ -55,7 +55,9 @@ def run_bench(
             for timer in backend.timers
         )
     ]
-    result.left_out = 0
+    result.left_out = len(todo)
+    if not todo:
+        return
     backend.prepare(todo)
     bandwidth, read = backend.copy_bandwidth(), backend.read_bandwidth()
     before = backend.clocks()  # the copies have woken the device up
@@ -69,12 +71,13 @@ def run_bench(
     with References([(point.heads, point.tree) for point in todo], backend.host_processes) as references:
         for done, point in enumerate(todo):
             if time_limit_s is not None and clock() - start >= time_limit_s:
-                result.left_out = len(todo) - done
                 break
+            result.forget(point)
             _measure_point(
                 backend, point, references, result, gated, [p for p in phases if p in backend.phases(point)], effort,
                 bandwidth, highest,
             )  # fmt: skip
+            result.left_out = len(todo) - done - 1
             progress(done + 1, len(todo))
             if clock() - last_save >= SAVE_EVERY_S:
                 save()
@@ -125,6 +128,7 @@ def _measure_point(
             )
     replaced = {row.key for row in rows}
     result.rows = [row for row in result.rows if row.key not in replaced] + rows
+    result.measured += 1
 
 
 def _bare(backend: Backend, point: Point, phase: str, timer: str, errors: GateErrors) -> KernelRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,14 @@ class Axes:
                         if _can_verify(method, tree):
                             yield from (Point(method, each, batch, tree, text) for batch in self.batches)
 
+    def impossible(self) -> dict[str, list[str]]:
+        """Trees that a method cannot verify, by method, where there are any."""
+        trees = unique_trees(self.trees)
+        pairs = {
+            method: [text for text, tree in trees.items() if not _can_verify(method, tree)] for method in self.methods
+        }
+        return {method: texts for method, texts in pairs.items() if texts}
+
     def _nothing(self) -> list[Point]:
         raise UsageError(
             f"no method of {', '.join(self.methods)} verifies a tree of {', '.join(self.trees)}; "
@@ -126,6 +135,19 @@ def unique_trees(texts: Sequence[str]) -> dict[str, DraftTree]:
         name = f"chain:{tree.num_drafts}" if tree.is_chain else str(text).strip().strip("[]()").replace(" ", "")
         trees.setdefault(name, tree)
     return trees
+
+
+def spread_out(points: Sequence[Point]) -> list[Point]:
+    """The points in an order in which every method comes early, and every tree, for a run that may be cut short."""
+    methods, trees = Counter[str](), Counter[str]()
+    left, ordered = list(points), list[Point]()
+    while left:
+        chosen = min(left, key=lambda point: (methods[point.method], trees[point.tree_text]))
+        left.remove(chosen)
+        ordered.append(chosen)
+        methods[chosen.method] += 1
+        trees[chosen.tree_text] += 1
+    return ordered
 
 
 def default_axes(backend: str, quick: bool, methods: Sequence[str]) -> Axes:

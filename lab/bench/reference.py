@@ -24,6 +24,8 @@ from lab.oracle import OracleSession
 from lab.trees import DraftTree
 
 TEMPLATES = 2
+#: Runs of the oracle that are kept: a short bench goes back and forth between its trees.
+KEPT = 3
 
 
 def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
@@ -73,7 +75,7 @@ class GateErrors:
 class References:
     """The oracle's runs for the points of a bench, in their order: made when asked for, or ahead by other processes.
 
-    Called with heads (their state type does not matter to the oracle) and a tree; the last run is kept.
+    Called with heads (their state type does not matter to the oracle) and a tree; the last `KEPT` runs are kept.
     """
 
     def __init__(self, points: Iterable[tuple[LayerHeads, DraftTree]] = (), processes: int = 1) -> None:
@@ -83,18 +85,20 @@ class References:
         if processes > 1 and len(keys) > 2:
             self._pool = ProcessPoolExecutor(processes, get_context("spawn"))
             self._ahead = {key: self._pool.submit(_reference, *key) for key in keys}
-        self._last: tuple[tuple[LayerHeads, DraftTree], Reference] | None = None
+        self._last: dict[tuple[LayerHeads, DraftTree], Reference] = {}
 
     def __call__(self, heads: LayerHeads, tree: DraftTree) -> Reference:
         key = _key(heads, tree)
-        if self._last is None or self._last[0] != key:
+        if key not in self._last:
             ahead = self._ahead.pop(key, None)
             try:
                 found = ahead.result() if ahead else _reference(*key)
             except BrokenProcessPool:  # a process was killed, say for its memory
                 found = _reference(*key)
-            self._last = key, found
-        return self._last[1]
+            while len(self._last) >= KEPT:
+                del self._last[next(iter(self._last))]
+            self._last[key] = found
+        return self._last[key]
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from lab.cli.output import JSON_OPTION, print_json, print_table
 if TYPE_CHECKING:
     from lab.bench.backend import Backend, Effort
     from lab.bench.points import Axes
-    from lab.bench.results import BenchResult
-    from lab.profiles.rows import KernelRow
 
+#: Flags that say what to measure; --resume without any goes on with what the folder's last run was to measure.
+AXES = {"method", "model", "tensor_parallel_size", "state_dtype", "batch", "tree", "phase", "quick"}
 #: A quick run on a CPU stops by itself before this many seconds and says what it left out.
 QUICK_LIMIT_S = 40.0
 
@@ -34,11 +34,14 @@ def command(
     eager: bool = typer.Option(False, "--eager", help="Also time launches without a CUDA graph (cuda)."),
     quick: bool = typer.Option(False, "--quick", help="A small grid with short timings; under a minute on a CPU."),
     time_limit: float = typer.Option(None, "--time-limit", min=1, help="Stop after so many seconds, whatever is left."),
-    out: Path = typer.Option(None, "--out", help="Folder for kernels.csv and device.json."),
+    out: str = typer.Option(None, "--out", help="Folder for kernels.csv and device.json."),
     profile: str = typer.Option(
         None, "--profile", help="Write a profile that --gpu takes: a name for your own profiles, or a folder with a /."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Keep the rows that the folder holds; measure the others."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Keep the rows in the folder; measure what its last run, or the axes given, still lack."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Measure anew into a folder that holds a bench."),
     operator_tables: str = typer.Option(
         None, "--operator-tables", help="h200, b200 or h100: what prices the rest of a model beside this profile."
     ),
@@ -47,89 +50,86 @@ def command(
         None, "--profile-error", help="Print the interpolation error of a profile's grid; measures nothing."
     ),
     simulator: bool = typer.Option(False, "--simulator", help="Measure engine steps per second of the simulator."),
-    running: int = typer.Option(256, "--running", min=1, max=4096, help="Running requests (--simulator)."),
-    steps: int = typer.Option(1_000_000, "--steps", min=1000, help="Engine steps to simulate (--simulator)."),
+    running: int = typer.Option(None, "--running", min=1, max=4096, help="Running requests (--simulator; 256)."),
+    steps: int = typer.Option(None, "--steps", min=1000, help="Engine steps to simulate (--simulator; 1000000)."),
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Measure the kernels of the state methods, each gated by the float64 oracle before it is timed.
 
     Prints one row per method, phase and point, and with --out or --profile writes kernels.csv and device.json. Exits
-    with 1 when a gate was red.
+    with 1 when a gate was red or nothing was measured.
     """
-    from lab.errors import UsageError
+    given = {name for name, value in locals().items() if value not in (None, False, [])}
+    import shlex
 
+    from lab.cli.measuring import Job, measure, report
+
+    _check_flags(given)
     if simulator:
-        _simulator(running, steps, as_json)
+        _simulator(running or 256, steps or 1_000_000, as_json)
         return
     if profile_error is not None:
         _profile_error(profile_error, as_json)
         return
-    if backend is None:
-        raise UsageError("nothing to measure: give --backend cpu, --backend cuda or --simulator")
     folder = _folder(out, profile, operator_tables, date)
-    if resume and folder is None:
-        raise UsageError("--resume needs the folder to continue: --out or --profile")
     runner = _backend(backend, eager)
-    axes = _axes(runner, quick, method, model, tensor_parallel_size, state_dtype, batch, tree)
     phases = _phases(phase)
-    effort = _effort(backend, quick)
-    limit = time_limit or (QUICK_LIMIT_S if quick and backend == "cpu" else None)
-    result = _measure(runner, axes, phases, effort, limit, folder, resume, date, operator_tables)
-    if as_json:
-        print_json({"device": result.record(), "rows": [_as_dict(row) for row in result.rows]})
+    if resume and folder is not None and not given & AXES:
+        axes, phases, effort = _last_run(folder, runner)
     else:
-        _print(result)
-    if folder is not None:
-        typer.echo(f"wrote {folder}", err=True)
-    for line in result.red:
-        typer.echo(f"red: {line}", err=True)
-    if result.red:
-        raise typer.Exit(1)
+        axes = _axes(runner, quick, method, model, tensor_parallel_size, state_dtype, batch, tree)
+        effort = _effort(backend, quick)
+    again = f"treewy bench --backend {backend} {'--eager ' if eager else ''}"
+    again += f"--profile {shlex.quote(profile)}" if profile else f"--out {shlex.quote(out or '')}"
+    limit = time_limit or (QUICK_LIMIT_S if quick and backend == "cpu" else None)
+    job = Job(runner, axes, phases, effort, limit, folder, resume, overwrite, date, operator_tables, again)
+    report(job, measure(job), profile is not None, as_json)
 
 
-def _measure(
-    backend: Backend,
-    axes: Axes,
-    phases: Sequence[str],
-    effort: Effort,
-    limit: float | None,
-    folder: Path | None,
-    resume: bool,
-    date: str | None,
-    operator_tables: str | None,
-) -> BenchResult:
-    from dataclasses import asdict
+def _check_flags(given: set[str]) -> None:
+    """Refuse flags that would be ignored."""
+    from lab.errors import UsageError
 
-    from lab.bench.harness import run_bench
-    from lab.bench.results import check_target, continue_from, new_result, save
-    from lab.cli.scenarios import progress_bar
+    if "simulator" in given:
+        mode, known = "--simulator", {"simulator", "running", "steps", "as_json"}
+    elif "profile_error" in given:
+        mode, known = "--profile-error", {"profile_error", "as_json"}
+    elif "backend" in given:
+        mode, known = "--backend", given - {"running", "steps"}
+    else:
+        raise UsageError("nothing to measure: give --backend cpu, --backend cuda or --simulator")
+    ignored = sorted(f"--{name.replace('_', '-')}" for name in given - known)
+    if ignored:
+        raise UsageError(f"{', '.join(ignored)} has no meaning beside {mode}; leave it away")
+    if "resume" in given and not given & {"out", "profile"}:
+        raise UsageError("--resume needs the folder to continue: --out or --profile")
+    if {"resume", "overwrite"} <= given:
+        raise UsageError("--resume keeps what --overwrite throws away; give one of them")
 
-    points = axes.points()
-    result = new_result(backend, {**asdict(axes), "phases": list(phases), **asdict(effort)}, date, operator_tables)
-    keep: Callable[[], None] = lambda: None  # noqa: E731
-    if folder is not None:
-        check_target(folder)
-        target = folder
-        if resume:
-            continue_from(folder, result)
 
-        def keep() -> None:
-            save(result, target)
+def _last_run(folder: Path, backend: Backend) -> tuple[Axes, tuple[str, ...], Effort]:
+    """Axes, phases and effort of the last run in a folder, for a --resume that names none."""
+    from dataclasses import fields
 
-    typer.echo(f"measuring {len(points)} points on {result.device['name']} …", err=True)
-    _warn_if_busy(result)
-    with progress_bar("measuring", "points") as progress:
-        run_bench(
-            backend, points, result, effort=effort, phases=phases, time_limit_s=limit, progress=progress, save=keep
+    from lab.bench.backend import Effort
+    from lab.bench.points import Axes
+    from lab.bench.results import device_to_continue, earlier_runs
+    from lab.errors import UsageError
+
+    runs: Sequence[Mapping[str, Any]] = earlier_runs(device_to_continue(folder))
+    try:
+        last = runs[-1]
+        axes = Axes(
+            tuple(last["methods"]), tuple((str(name), int(tp)) for name, tp in last["models"]),
+            tuple(last["state_dtypes"]), tuple(last["batches"]), tuple(last["trees"]),
         )  # fmt: skip
-    keep()
-    for line in result.skipped:
-        typer.echo(f"left out: {line}", err=True)
-    if result.left_out:
-        typer.echo(f"the time limit left {result.left_out} points out; --resume measures them", err=True)
-    if result.device.get("throttled"):
-        typer.echo("warning: the GPU lowered its clock during the run; see clocks in device.json", err=True)
-    return result
+        effort = Effort(*(last[field.name] for field in fields(Effort)))
+        phases = _phases(",".join(last["phases"]))
+    except (LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--resume: {folder} does not say what it measured ({error}); give the axes, such as --method and --batch"
+        ) from error
+    return axes, phases, effort
 
 
 def _backend(name: str, eager: bool) -> Backend:
@@ -138,6 +138,8 @@ def _backend(name: str, eager: bool) -> Backend:
     if name == "cpu":
         from lab.bench.cpu_backend import CpuBackend
 
+        if eager:
+            raise UsageError("--eager is for --backend cuda: a CPU has no graphs, all its times are eager")
         return CpuBackend()
     if name == "cuda":
         from lab.bench.cuda_backend import CudaBackend
@@ -162,10 +164,11 @@ def _axes(
     from lab.bench.points import default_axes
     from lab.errors import UsageError
     from lab.methods import get_method
+    from lab.methods.protocol import STATE_DTYPES
 
     axes = default_axes(backend.name, quick, backend.methods)
     if method is not None:
-        methods = _words(method)
+        methods = _words("--method", method, backend.methods)
         for name in methods:
             get_method(name)
             if name not in backend.methods:
@@ -177,7 +180,7 @@ def _axes(
         sizes = _integers("--tensor-parallel-size", tensor_parallel_size or "1")
         axes = replace(axes, models=tuple((name, size) for name in models for size in sizes))
     if state_dtype is not None:
-        axes = replace(axes, state_dtypes=_words(state_dtype))
+        axes = replace(axes, state_dtypes=_words("--state-dtype", state_dtype, STATE_DTYPES))
     if batch is not None:
         axes = replace(axes, batches=_integers("--batch", batch))
     if tree:
@@ -197,14 +200,14 @@ def _phases(text: str | None) -> tuple[str, ...]:
     from lab.errors import UsageError
     from lab.profiles.rows import PHASES
 
-    chosen = PHASES if text is None else _words(text)
+    chosen = PHASES if text is None else _words("--phase", text, PHASES)
     for name in chosen:
         if name not in PHASES:
             raise UsageError(f"--phase is '{name}'; allowed are {', '.join(PHASES)}")
     return tuple(phase for phase in PHASES if phase in chosen)
 
 
-def _folder(out: Path | None, profile: str | None, operator_tables: str | None, date: str | None) -> Path | None:
+def _folder(out: str | None, profile: str | None, operator_tables: str | None, date: str | None) -> Path | None:
     import datetime
 
     from lab.errors import UsageError
@@ -219,34 +222,11 @@ def _folder(out: Path | None, profile: str | None, operator_tables: str | None, 
             raise UsageError(f"--date is '{date}'; a date such as 2026-11-29 is needed") from None
     if out is not None and profile is not None:
         raise UsageError("--out and --profile both say where to write; give one of them")
-    return target_folder(profile) if profile is not None else out
-
-
-def _warn_if_busy(result: BenchResult) -> None:
-    load = result.device.get("load_average")
-    if load and load[0] > 0.5 * result.device["cores"]:
-        typer.echo(f"note: the machine is busy (load {load[0]} on {result.device['cores']} cores)", err=True)
-
-
-def _print(result: BenchResult) -> None:
-    header = (
-        "method", "phase", "tree", "heads", "state", "batch", "rows", "timer",
-        "p50 us", "p20 us", "p80 us", "n", "% of copy", "output err", "state err",
-    )  # fmt: skip
-    rows = [_cells(row) for row in result.rows]
-    print_table("Microseconds per layer", header, rows, left=5)
-    gigabytes = result.device["copy_bandwidth_bytes_per_s"] / 1e9
-    typer.echo(f"\n{result.device['name']}: a copy reads and writes {gigabytes:,.1f} GB/s")
-
-
-def _cells(row: KernelRow) -> tuple[object, ...]:
-    latencies = (row.latency_us_p50, row.latency_us_p20, row.latency_us_p80)
-    times = ["gate red" if value is None else f"{value:,.1f}" for value in latencies]
-    percent = "n/a" if row.pct_copy_bandwidth is None else f"{row.pct_copy_bandwidth:.0f}"
-    return (
-        row.method, row.phase, row.tree, f"{row.key_heads}/{row.value_heads}", row.state_dtype, row.batch, row.rows,
-        row.timer, *times, row.samples, percent, f"{row.rel_err_output:.1e}", f"{row.rel_err_state:.1e}",
-    )  # fmt: skip
+    if out is not None and not out.strip():
+        raise UsageError(f"--out is '{out}'; the name of a folder is needed")
+    if profile is not None:
+        return target_folder(profile)
+    return Path(out) if out is not None else None
 
 
 def _profile_error(gpu: str, as_json: bool) -> None:
@@ -262,9 +242,14 @@ def _profile_error(gpu: str, as_json: bool) -> None:
     errors = interpolation_errors(load_profile(folder))
     if as_json:
         print_json([asdict(error) for error in errors])
-        return
     if not errors:
-        typer.echo("no point of the grid has measured neighbours on both sides")
+        typer.echo(
+            f"{folder} has no step with measured neighbours on both sides; add rows so that a method has three batches "
+            "(--batch 1,4,16 --resume) or three sizes of chains or trees",
+            err=True,
+        )
+        raise typer.Exit(1)
+    if as_json:
         return
     rows = [(e.axis, e.points, f"{e.median:.2%}", f"{e.worst:.2%}", e.worst_at) for e in errors]
     title = "Interpolation error of measured points, each left out and guessed from its neighbours"
@@ -282,21 +267,20 @@ def _simulator(running: int, steps: int, as_json: bool) -> None:
     print_table("", ("figure", "value"), [(key.replace("_", " "), f"{value:,}") for key, value in result.items()])
 
 
-def _as_dict(row: KernelRow) -> dict[str, Any]:
-    from dataclasses import asdict
+def _words(flag: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """The words of a list by commas, each once; an empty one is refused with what is allowed."""
+    from lab.errors import UsageError
 
-    values = asdict(row)
-    return {name: None if isinstance(value, float) and value != value else value for name, value in values.items()}
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise UsageError(f"{flag} is '{text}'; allowed are {', '.join(allowed)}, by single commas")
+    return tuple(dict.fromkeys(words))
 
 
 def _integers(flag: str, text: str) -> tuple[int, ...]:
     from lab.errors import UsageError
 
-    words = _words(text)
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"{flag} is '{text}'; positive whole numbers by commas are needed")
-    return tuple(map(int, words))
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UsageError(f"{flag} is '{text}'; positive whole numbers by single commas are needed")
+    return tuple(dict.fromkeys(map(int, words)))

@@ -10,7 +10,9 @@ from lab.cli.output import JSON_OPTION, print_json, print_table
 
 
 def command(
-    a: Path = typer.Argument(help="The old result: a bench folder (kernels.csv) or a run directory (summary.csv)."),
+    a: Path = typer.Argument(
+        help="The old result: a bench folder or profile (kernels.csv), or a run directory (summary.csv)."
+    ),
     b: Path = typer.Argument(help="The new result, of the same kind."),
     fail_on: str = typer.Option(None, "--fail-on", help="slower: exit with 1 when a row is slower in B."),
     tolerance: float = typer.Option(2.0, "--tolerance", min=0, max=100, help="Difference that does not matter, %."),
@@ -29,6 +31,8 @@ def command(
     if fail_on not in (None, "slower"):
         raise UsageError(f"--fail-on is '{fail_on}'; allowed is slower")
     result = compare(a, b, tolerance / 100)
+    for warning in result.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     if as_json:
         record = asdict(result)
         record["rows"] = [row.to_json(result.columns) for row in result.rows]

@@ -20,6 +20,9 @@ _PACKAGES = (
     "nvidia-ml-py",
 )
 
+#: Longest line of what is said about a profile, without the column before it.
+LINE = 85
+
 
 def command(as_json: bool = JSON_OPTION) -> None:
     """What this machine can run: cores, packages, GPU, profiles; what is missing and how to get it."""
@@ -27,6 +30,7 @@ def command(as_json: bool = JSON_OPTION) -> None:
     import platform
     import shutil
     from importlib.metadata import PackageNotFoundError, version
+    from textwrap import wrap
 
     found: dict[str, Any] = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))}
     for package in _PACKAGES:
@@ -46,7 +50,13 @@ def command(as_json: bool = JSON_OPTION) -> None:
         print_json({**found, "profiles": profiles})
         return
     rows = list(found.items())
-    rows += [(f"profile {profile['name']}", _sentence(profile)) for profile in profiles]
+    for profile in profiles:
+        lines = [
+            line
+            for part in _parts(profile)
+            for line in wrap(part, LINE, break_long_words=False, break_on_hyphens=False)
+        ]
+        rows += zip([f"profile {profile['name']}", *[""] * (len(lines) - 1)], lines, strict=True)
     if not profiles:
         rows.append(("profiles", "none; measure one with treewy bench --backend cuda --profile NAME"))
     print_table("", ("what", "state"), rows, left=2)
@@ -66,14 +76,21 @@ def _gpu() -> str | None:
 
 
 def _nvrtc() -> str:
-    """The CUDA run-time compiler that CuPy would use."""
+    """The CUDA run-time compiler: what CuPy would use, else the package that compiles without a GPU."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         from cupy.cuda import nvrtc
 
         return ".".join(map(str, nvrtc.getVersion()))
+    except ImportError:
+        pass
     except Exception as error:  # a library that does not load fails in its own ways
-        kind = "not installed" if isinstance(error, ImportError) else f"does not load ({error})"
-        return f"{kind}; it comes with pip install -e '.[gpu]'"
+        return f"does not load ({error}); install CuPy for this driver's CUDA with pip install -e '.[gpu]'"
+    try:
+        return f"{version('nvidia-cuda-nvrtc')}, compiles the kernels without a GPU"
+    except PackageNotFoundError:
+        return "not installed; pip install -e '.[dev]' brings it, to compile the kernels without a GPU"
 
 
 def _gpu_kernels() -> str:
@@ -89,10 +106,23 @@ def _gpu_kernels() -> str:
 
 
 def _profiles() -> list[dict[str, Any]]:
-    """Every profile: name, folder, device, age, whether the kernels have changed since, interpolation errors."""
-    from lab.profiles.folders import all_profiles
+    """Every profile: name, folder, device, age, whether the kernels have changed since, interpolation errors.
 
-    return [_profile(name, folder) for name, folder in all_profiles()]
+    Folders of the user's that lack a file, and a place that cannot be read, have an `error` instead.
+    """
+    from lab.profiles.folders import all_profiles, incomplete_profiles, user_profiles
+
+    found: list[dict[str, Any]] = []
+    try:
+        for name, folder in all_profiles():
+            found.append(_profile(name, folder))  # what was found stays when the next cannot be read
+        for folder, missing in incomplete_profiles():
+            error = f"incomplete, it lacks {' and '.join(missing)}; measure it again or remove {folder}"
+            found.append({"name": folder.name, "folder": str(folder), "error": error})
+    except OSError as error:
+        place = user_profiles()
+        found.append({"name": "of your own", "folder": str(place), "error": f"{place}: {error.strerror}"})
+    return found
 
 
 def _profile(name: str, folder: Path) -> dict[str, Any]:
@@ -116,17 +146,17 @@ def _profile(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _sentence(profile: dict[str, Any]) -> str:
+def _parts(profile: dict[str, Any]) -> list[str]:
+    """What there is to say about a profile, part by part."""
     if "error" in profile:
-        return f"cannot be used: {profile['error']}"
-    parts = [f"{profile['device']}, {profile['rows']} rows", _age(profile["date"])]
+        return [f"cannot be used: {profile['error']}"]
+    parts = [f"{profile['device']}, {profile['rows']} rows, {_age(profile['date'])}"]
     if profile["changed"] is None:
         parts.append("matches the sources")
     else:
         reason = profile["stale_reason"]
         parts.append(f"{profile['changed']} ({'kept because: ' + reason if reason else 'measure again'})")
-    parts += [f"interpolation {text}" for text in profile["interpolation"]]
-    return "; ".join(parts)
+    return parts + [f"interpolation {text}" for text in profile["interpolation"]]
 
 
 def _age(date: str | None) -> str:
@@ -137,5 +167,7 @@ def _age(date: str | None) -> str:
     try:
         days = (datetime.datetime.now(datetime.UTC).date() - datetime.date.fromisoformat(date)).days
     except ValueError:
-        return f"dated {date}"
+        return f"dated {date!r}, which is no date (YYYY-MM-DD is needed in device.json)"
+    if days < 0:
+        return f"dated {date}, which is in the future (correct date in device.json, or the clock)"
     return f"measured {date}, {days} days ago"

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from lab.cli.output import JSON_OPTION
+from lab.cli.profilenotes import profile_notes
 from lab.errors import InterruptedSweepError, UsageError
 
 #: Where a flag's value goes in the scenario.
@@ -105,8 +106,12 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
         seed: int = _flag("--seed", "Seed"),
     ) -> None:
         given = locals()
+        from simulator.scenario import expand
+
         raw = load(scenario, {name: given[name] for name in PLACES if given[name] is not None})
         folder = out if out is not None else Path("runs") / str(raw["name"])
+        for note in profile_notes(expand(raw)):
+            typer.echo(f"warning: {note}", err=True)
         try:
             with progress_bar("simulating") as progress:
                 run(raw, folder, jobs or len(os.sched_getaffinity(0)), resume, seeds, progress)

@@ -12,7 +12,7 @@ from lab.bf16 import from_bits, to_bits
 from lab.cpu import serial
 from lab.cpu.primitives import Inputs
 from lab.errors import UsageError
-from lab.methods.protocol import Operands, SessionSpec, check_state_indices
+from lab.methods.protocol import Operands, SessionSpec, check_state_indices, whole_numbers
 
 
 class CpuSession(ABC):
@@ -32,6 +32,8 @@ class CpuSession(ABC):
             raise UsageError(f"states have shape {list(dense.shape)}; slots x {list(wanted)} is needed")
         self.state_indices = check_state_indices(state_indices, len(dense), spec.batch)
         self.live = self.state_indices >= 0
+        if not np.isfinite(dense[self.state_indices[self.live]]).all():
+            raise UsageError("states hold NaN or infinite numbers in a slot that state_indices names")
         bf16 = heads.state_dtype == "bfloat16"
         self.pool = to_bits(dense) if bf16 else dense.copy()
         self.parents = np.full((spec.batch, spec.rows), -1, np.int32)
@@ -47,7 +49,7 @@ class CpuSession(ABC):
         return self.outputs
 
     def commit(self, accepted: Any) -> None:
-        rows = np.array(accepted, dtype=np.int32)
+        rows = whole_numbers("accepted", accepted)
         if rows.shape != self.state_indices.shape:
             raise UsageError(f"accepted has shape {list(rows.shape)}; [{self.spec.batch}] is needed")
         if ((rows < -1) | (rows >= self.spec.rows))[self.live].any():
@@ -67,6 +69,8 @@ class CpuSession(ABC):
 
     def _slot(self, request: int) -> int:
         """The slot that holds the dense state of a request."""
+        if isinstance(request, bool) or not isinstance(request, int | np.integer) or not 0 <= request < self.spec.batch:
+            raise UsageError(f"request {request!r}; allowed are 0 to {self.spec.batch - 1}, places in the batch")
         slot = int(self.state_indices[request])
         if slot < 0:
             raise UsageError(f"request {request} is padding; it has no state")

@@ -58,24 +58,35 @@ class SessionSpec:
         heads = self.heads
         if heads.state_dtype not in STATE_DTYPES:
             raise UsageError(f"state_dtype is '{heads.state_dtype}'; allowed are {', '.join(STATE_DTYPES)}")
-        if heads.key_heads < 1 or heads.value_heads < 1 or heads.value_heads % heads.key_heads:
+        for holder, names, lowest in (
+            (heads, ("key_heads", "value_heads", "key_dim", "value_dim"), 1),
+            (self, ("batch", "rows"), 1),
+            (self, ("max_path", "log_rows"), 0),
+        ):
+            for name in names:
+                value = getattr(holder, name)
+                if not _is_whole(value) or value < lowest:
+                    raise UsageError(f"{name} = {value!r}; a whole number from {lowest} is needed")
+        if heads.value_heads % heads.key_heads:
             raise UsageError(
                 f"value_heads = {heads.value_heads}; allowed are multiples of key_heads ({heads.key_heads})"
             )
-        if self.batch < 1:
-            raise UsageError(f"batch = {self.batch}; at least one request is needed")
-        if not self.norm_eps > 0:
-            raise UsageError(f"norm_eps = {self.norm_eps}; a number above 0 is needed, for rows of zeros have no norm")
-        if not 1 <= self.rows <= MAX_ROWS:
+        if not isinstance(self.chain, bool | np.bool_):
+            raise UsageError(f"chain = {self.chain!r}; allowed are True and False")
+        if isinstance(self.norm_eps, bool | str) or not 0 < self.norm_eps < np.inf:
+            raise UsageError(
+                f"norm_eps = {self.norm_eps!r}; a finite number above 0 is needed, for rows of zeros have no norm"
+            )
+        if self.rows > MAX_ROWS:
             raise UsageError(f"rows = {self.rows}; allowed are 1 to {MAX_ROWS} (root included)")
-        if not 0 <= self.max_path <= self.rows:
+        if self.max_path > self.rows:
             raise UsageError(f"max_path = {self.max_path}; allowed are 1 to the {self.rows} rows of a tree")
         if self.max_path == 0:
             object.__setattr__(self, "max_path", self.rows)
         if self.rows == 1:
             object.__setattr__(self, "chain", True)
-        if self.log_rows < 0:
-            raise UsageError(f"log_rows = {self.log_rows}; a number of rows, or 0 for the method's own")
+        if self.chain and self.max_path < self.rows:
+            raise UsageError(f"max_path = {self.max_path}; a chain of {self.rows} rows is a path of as many: give 0")
 
     @classmethod
     def for_tree(cls, heads: LayerHeads, tree: DraftTree, batch: int, log_rows: int = 0) -> SessionSpec:
@@ -107,7 +118,7 @@ class Operands:
 
     def parents(self, spec: SessionSpec) -> NDArray[np.int32]:
         """Host parents as `[B, N]` int32."""
-        parent = np.asarray(self.parent, dtype=np.int32)
+        parent = whole_numbers("operand parent", self.parent)
         return np.ascontiguousarray(np.broadcast_to(parent, (spec.batch, spec.rows)))
 
     def check_shapes(self, spec: SessionSpec) -> None:
@@ -156,6 +167,21 @@ class Operands:
             raise UsageError(f"a tree has a path of {longest} rows; this session's max_path is {spec.max_path}")
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def whole_numbers(name: str, values: Any) -> NDArray[np.int32]:
+    """A host copy as int32; raises `UsageError` for anything that is not whole numbers of that range."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        raise UsageError(f"{name} holds {found.dtype}; whole numbers (int32) are needed")
+    limits = np.iinfo(np.int32)
+    if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
+        raise UsageError(f"{name} holds {found.min()} to {found.max()}; numbers of int32 are needed")
+    return found.astype(np.int32)
+
+
 def path_lengths(parent: NDArray[np.int32]) -> NDArray[np.int32]:
     """Rows from the root to each row, both included: `[B, N]` from parents `[B, N]`."""
     length = np.ones_like(parent)
@@ -167,7 +193,7 @@ def path_lengths(parent: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def check_state_indices(state_indices: Any, slots: int, batch: int) -> NDArray[np.int32]:
     """Host state indices `[B]` int32: a slot of its own for every request, negative for padding."""
-    indices = np.array(state_indices, dtype=np.int32)
+    indices = whole_numbers("state_indices", state_indices)
     if indices.shape != (batch,):
         raise UsageError(f"state_indices has shape {list(indices.shape)}; [{batch}] is needed")
     used = indices[indices >= 0]

@@ -15,20 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.profiles import folders
-from lab.profiles.folders import (
-    DEVICE_FILE,
-    GPU_NAMES,
-    ROWS_FILE,
-    check_gpu,
-    find_profile,
-    is_profile,
-    profile_hash,
-    read_device,
-)
+from lab.profiles.folders import GPU_NAMES, check_gpu, find_profile, is_profile, read_profile
 from lab.profiles.grids import Bools, Floats, Grid
-from lab.profiles.rows import KernelRow, read_rows
+from lab.profiles.rows import KernelRow
 from lab.profiles.system import load_system
 from lab.trees import DraftTree
 
@@ -167,7 +159,13 @@ def gpu_kernels(gpu: str) -> GpuKernels | None:
     """
     folder = find_profile(gpu)
     if folder is not None:
-        return GpuKernels(load_profile(folder))
+        profile = load_profile(folder)
+        if not profile.points:
+            raise UsageError(
+                f"profile {gpu} holds no row of phase step with a time, and others price no step; measure some: treewy "
+                f"bench --backend {profile.device['backend']} --profile {gpu} --resume --phase step"
+            )
+        return GpuKernels(profile)
     name, fallback = check_gpu(gpu), folders.SHIPPED / SCALED_FROM
     if name == SCALED_FROM or not is_profile(fallback):
         return None
@@ -176,14 +174,14 @@ def gpu_kernels(gpu: str) -> GpuKernels | None:
 
 
 def load_profile(folder: Path) -> KernelProfile:
-    """The profile in a folder, read again when its files change; `UsageError` for one that cannot be read."""
-    stamps = tuple((folder / name).stat().st_mtime_ns for name in (ROWS_FILE, DEVICE_FILE))
-    return _load(folder.resolve(), stamps)
+    """The profile in a folder, read again when its files change; `UsageError` for one that cannot be used."""
+    found = read_profile(folder)
+    return _profile(folder.resolve(), found.hash)
 
 
 @cache
-def _load(folder: Path, stamps: tuple[int, ...]) -> KernelProfile:
-    return KernelProfile(folder, read_device(folder), read_rows(folder / ROWS_FILE), profile_hash(folder))
+def _profile(folder: Path, digest: str) -> KernelProfile:
+    return KernelProfile(folder, *read_profile(folder))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lab.errors import UsageError
+from lab.methods import METHODS
 from lab.methods.base import LayerHeads
+from lab.methods.protocol import STATE_DTYPES
+from lab.trees import parse_tree
 
 PhaseName = Literal["verify", "commit", "flush", "step"]
 PHASES: tuple[str, ...] = get_args(PhaseName)
@@ -117,16 +121,49 @@ def _row(raw: dict[str, Any], place: str) -> KernelRow:
         except (TypeError, ValueError):
             raise UsageError(f"{place}: {name} is {cell!r}; a number is needed") from None
     row = KernelRow(**values)
-    if row.phase not in PHASES or row.timer not in TIMERS:
-        raise UsageError(f"{place}: phase {row.phase!r} with timer {row.timer!r}; allowed are {PHASES} and {TIMERS}")
-    if min(row.key_heads, row.value_heads, row.head_dim, row.batch, row.rows) < 1:
-        raise UsageError(f"{place}: heads, head_dim, batch and rows must be at least 1")
-    latency = row.latency_us_p50
-    if latency is not None and not (math.isfinite(latency) and latency > 0):
-        raise UsageError(f"{place}: latency_us_p50 is {latency}; a positive number of microseconds is needed")
-    if latency is not None and (row.latency_us_p20 is None or row.latency_us_p80 is None):
-        raise UsageError(f"{place}: latency_us_p20 and latency_us_p80 are needed beside latency_us_p50")
+    for problem in _problems(row):
+        raise UsageError(f"{place}: {problem}")
     return row
+
+
+def _problems(row: KernelRow) -> Iterator[str]:
+    """What makes a row unusable, in words."""
+    for name, allowed in (
+        ("method", tuple(METHODS)), ("phase", PHASES), ("state_dtype", STATE_DTYPES), ("timer", TIMERS),
+    ):  # fmt: skip
+        if getattr(row, name) not in allowed:
+            yield f"{name} is {getattr(row, name)!r}; allowed are {', '.join(allowed)}"
+    if min(row.key_heads, row.value_heads, row.head_dim, row.batch, row.rows) < 1:
+        yield "heads, head_dim, batch and rows must be at least 1"
+    if row.value_heads % row.key_heads:
+        yield f"value_heads is {row.value_heads}; a multiple of key_heads ({row.key_heads}) is needed"
+    if not row.tree.endswith(".json") and (rows := _tree_rows(row.tree)) != row.rows:
+        yield f"rows is {row.rows}, but tree {row.tree!r} " + (f"has {rows}" if rows else "is not understood")
+    times = {name: getattr(row, name) for name in ("latency_us_p20", "latency_us_p50", "latency_us_p80")}
+    if any(value is not None for value in times.values()):
+        for name, value in times.items():
+            if value is None or not (math.isfinite(value) and value > 0):
+                found = "missing" if value is None else value
+                yield f"{name} is {found}; a positive number of microseconds is needed beside the other two"
+        if not times["latency_us_p20"] <= times["latency_us_p50"] <= times["latency_us_p80"]:
+            yield f"latencies p20, p50, p80 are {', '.join(map(str, times.values()))}; they must ascend"
+    if min(row.samples, row.bytes_moved) < 0:
+        yield f"samples is {row.samples} and bytes_moved {row.bytes_moved}; neither can be negative"
+    percent = row.pct_copy_bandwidth
+    if percent is not None and not (math.isfinite(percent) and percent >= 0):
+        yield f"pct_copy_bandwidth is {percent}; a number from 0, or nothing, is needed"
+    for name in ("rel_err_output", "rel_err_state"):
+        if not getattr(row, name) >= 0:
+            yield f"{name} is {getattr(row, name)}; a number from 0 (inf for no finite result) is needed"
+
+
+@cache
+def _tree_rows(text: str) -> int:
+    """Rows of the tree that a text names; 0 for none. A tree from a JSON file may be told on its own machine only."""
+    try:
+        return parse_tree(text).num_rows
+    except UsageError:
+        return 0
 
 
 def _value(name: str, cell: str | None) -> Any:

@@ -81,7 +81,14 @@ def test_cells_of_two_runs_are_judged_by_throughput_and_latency(tmp_path: Path) 
         ("empty", "bench", "holds neither kernels.csv"),
         ("bench", "other", "no row in common"),
         ("run", "twice", "two cells that simulate the same"),
+        ("bench", "other", "batch is 1 in A and 9 in B"),
+        ("bench", "gone", "gone does not exist, and no profile has this name"),
+        ("bench", "half", "half lacks device.json"),
         ("run", "broken", "mean_ttft_ms is 'x'"),
+        ("run", "run-nan", "output_throughput is 'nan'; a positive number"),
+        ("run", "run--1", "output_throughput is '-1'; a positive number"),
+        ("run", "run-", "output_throughput is ''; a positive number"),
+        ("run", "run-inf", "output_throughput is 'inf'; a positive number"),
         ("run", "nothing", "is no summary of a run"),
     ],
 )
@@ -92,6 +99,39 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, a: str, b: str, mess
     summary(tmp_path / "twice", "0,M,x,1,0,100,10,5", "1,M,x,1,0,100,10,5")
     summary(tmp_path / "broken", "0,M,x,1,0,100,x,5")
     summary(tmp_path / "nothing")
+    for value in ("nan", "-1", "", "inf"):
+        summary(tmp_path / f"run-{value}", f"0,M,x,1,0,{value},10,5")
+    (write_profile(tmp_path / "half", [timed(1)]) / "device.json").unlink()
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=message):
         compare(tmp_path / a, tmp_path / b)
+
+
+def test_a_latency_that_one_side_lacks_leaves_the_verdict_open(tmp_path: Path) -> None:
+    a = summary(tmp_path / "a", "0,M,x,1,0,100,10,", "1,M,y,1,0,100,10,5")
+    b = summary(tmp_path / "b", "0,M,x,1,0,100,10,nan", "1,M,y,1,0,200,10,")
+    assert [row.verdict for row in compare(a, b).rows] == ["SAME", "AMBIGUOUS"]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ({"name": "another"}, "name differs: NVIDIA H200 in A, another in B"),
+        ({"source_hash": "def"}, "source_hash differs: abc in A, def in B"),
+        ({"threads": 4}, "threads differs: None in A, 4 in B"),
+        ({"copy_bandwidth_bytes_per_s": 8 * 10**11}, "copies ran at 1,000.0 GB/s in A, 800.0 GB/s in B"),
+        ({"runs": [{"copy_bandwidth_bytes_per_s": 5 * 10**11}]}, "1,000.0 GB/s in A, 500.0 GB/s in B"),
+        ({"cores": 2, "load_average": [1.5, 1, 1]}, "B was measured on a busy machine (load 1.5 on 2 cores)"),
+    ],
+)
+def test_benches_that_are_hard_to_compare_say_so(tmp_path: Path, device: dict[str, object], message: str) -> None:
+    a, b = write_profile(tmp_path / "a", [timed(1)]), write_profile(tmp_path / "b", [timed(1)], **device)
+    (warning,) = compare(a, b).warnings
+    assert message in warning
+    assert compare(a, a).warnings == ()
+
+
+def test_copies_within_a_tenth_and_an_idle_machine_are_no_matter(tmp_path: Path) -> None:
+    calm = {"cores": 2, "load_average": [0.9, 1, 1], "copy_bandwidth_bytes_per_s": 92 * 10**10}
+    a, b = write_profile(tmp_path / "a", [timed(1)]), write_profile(tmp_path / "b", [timed(1)], **calm)
+    assert compare(a, b).warnings == ()

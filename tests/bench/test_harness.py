@@ -159,6 +159,30 @@ def test_the_time_limit_counts_what_is_left() -> None:
     assert 0 < result.left_out < 8
 
 
+def test_a_bench_that_is_stopped_knows_what_is_left() -> None:
+    backend = FakeBackend()
+    result = BenchResult({"name": "fake"})
+    left: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        left.append(result.left_out)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(backend, [point(batch=batch) for batch in range(1, 9)], result, progress=stop)
+    assert left == [7, 6]
+    assert result.measured == len({row.batch for row in result.rows}) == 2
+
+
+def test_nothing_to_measure_leaves_the_device_in_peace() -> None:
+    first = bench(FakeBackend(), [point()])
+    backend = FakeBackend()
+    result = bench(backend, [point()], first)
+    assert backend.asked == []
+    assert result.left_out == 0
+
+
 def test_rows_that_are_there_are_not_measured_again() -> None:
     first = bench(FakeBackend(), [point(batch=1)])
     backend = FakeBackend()

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_profiles import row as kernel_row
 from kernel_profiles import write_profile
 
+from lab.bench.sources import source_hash
 from lab.data import data_path
+from lab.profiles.folders import read_device, target_folder
 from lab.profiles.rows import COLUMNS, read_rows
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
@@ -56,7 +59,7 @@ def test_json_holds_the_device_and_the_rows(call: Any, small_model: str) -> None
     assert code == 0
     assert [tuple(row) for row in result["rows"]] == [COLUMNS]
     assert result["device"]["backend"] == "cpu"
-    assert result["device"]["settings"]["methods"] == ["treewy"]
+    assert [run["methods"] for run in result["device"]["runs"]] == [["treewy"]]
 
 
 def test_a_profile_serves_simulations_by_its_name(call: Any, small_model: str, tmp_path: Path) -> None:
@@ -79,6 +82,91 @@ def test_resume_measures_only_what_is_missing(call: Any, small_model: str, tmp_p
     assert code == 0
     assert len(after) == len(before) + 1
     assert set(before) <= set(after)
+
+
+def test_resume_alone_goes_on_with_what_the_last_run_was_to_measure(
+    call: Any, small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ("--out", str(tmp_path / "out"))
+    stop_after(monkeypatch, 2)
+    code, _, err = call(*SHORT, "treelog,treewy,bole", "--phase", "step", "--model", small_model, *out)
+    assert code == 130
+    again = f"treewy bench --backend cpu --out {out[1]} --resume"
+    assert f"interrupted: 2 points are kept in {out[1]}; continue with: {again}" in err
+    assert read_device(tmp_path / "out")["points_left_out"] == 1
+    monkeypatch.undo()
+    code, _, _ = call(*again.split()[1:])
+    assert code == 0
+    rows = read_rows(tmp_path / "out" / "kernels.csv")
+    assert [(row.method, row.phase) for row in rows] == [("bole", "step"), ("treelog", "step"), ("treewy", "step")]
+    device = read_device(tmp_path / "out")
+    assert ([run["points"] for run in device["runs"]], device["points_left_out"]) == ([2, 1], 0)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, points: int) -> None:
+    """Ctrl-C when so many points are measured."""
+    from lab.bench.cpu_backend import CpuBackend
+
+    whole, asked = CpuBackend.refusal, []
+
+    def refusal(self: CpuBackend, point: Any) -> str | None:
+        asked.append(point)
+        if len(asked) > points:
+            raise KeyboardInterrupt
+        return whole(self, point)
+
+    monkeypatch.setattr(CpuBackend, "refusal", refusal)
+
+
+def test_an_interruption_before_the_first_point_writes_nothing(
+    call: Any, small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 0)
+    code, _, err = call(*SHORT, "treelog", "--model", small_model, "--out", str(tmp_path / "out"))
+    assert code == 130
+    assert "no point was measured yet" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bench_is_replaced_only_with_overwrite(call: Any, small_model: str, tmp_path: Path) -> None:
+    flags = (*SHORT, "recurrent", "--tree", "chain:0", "--model", small_model, "--out", str(tmp_path / "out"))
+    assert call(*flags)[0] == 0
+    before = (tmp_path / "out" / "kernels.csv").read_text()
+    code, _, err = call(*flags)
+    assert code == 2
+    assert "give --resume to add what it lacks, --overwrite to measure it anew" in err
+    assert (tmp_path / "out" / "kernels.csv").read_text() == before
+    assert call(*flags, "--overwrite")[0] == 0
+    assert (tmp_path / "out" / "kernels.csv").read_text() != before
+
+
+def test_nothing_measured_is_a_failure_that_says_why(call: Any, small_model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, _, err = call(*SHORT, "treewy", "--phase", "flush", "--model", small_model, "--out", str(out))
+    assert code == 1
+    assert "left out: treewy: no phase flush of its own" in err
+    assert "nothing was measured: treewy has none of the phases flush" in err
+    assert "wrote" not in err
+    assert not out.exists()
+
+
+def test_pairs_that_cannot_run_are_left_out_aloud(call: Any, small_model: str) -> None:
+    _, _, err = call(*SHORT, "treewy,recurrent", "--tree", "chain:0", "--phase", "step", "--model", small_model)
+    assert err.splitlines()[0] == "left out: recurrent cannot verify chain:2"
+
+
+def test_a_profile_without_operator_tables_says_how_to_name_them(call: Any, small_model: str, tmp_path: Path) -> None:
+    _, _, err = call(*SHORT, "treewy", "--phase", "step", "--model", small_model, "--profile", "mine")
+    again = "treewy bench --backend cpu --profile mine --resume --operator-tables h200"
+    assert "note: --operator-tables is not given" in err
+    assert again in err
+    code, _, err = call("ledger", "--model", "Qwen3.5-35B-A3B", "--gpu", "mine")
+    assert code == 2
+    assert again in err
+    before = target_folder("mine").joinpath("kernels.csv").read_text()
+    assert call(*again.split()[1:])[0] == 0
+    assert target_folder("mine").joinpath("kernels.csv").read_text() == before
+    assert call("ledger", "--model", "Qwen3.5-35B-A3B", "--gpu", "mine")[0] == 0
 
 
 def test_a_red_gate_exits_with_1_and_prints_no_time(
@@ -119,6 +207,15 @@ def test_cuda_without_cupy_exits_with_3_and_says_how_to_get_it(call: Any) -> Non
         (("--backend", "cpu", "--date", "today"), "--date is 'today'"),
         (("--backend", "cpu", "--profile", "x", "--operator-tables", "a100"), "--operator-tables is 'a100'"),
         (("--profile-error", "none"), "no such profile"),
+        (("--profile-error", "h200", "--batch", "4"), "--batch has no meaning beside --profile-error"),
+        (("--simulator", "--backend", "cpu", "--out", "x"), "--backend, --out has no meaning beside --simulator"),
+        (("--backend", "cpu", "--running", "8", "--steps", "9999"), "--running, --steps has no meaning"),
+        (("--backend", "cpu", "--eager"), "--eager is for --backend cuda"),
+        (("--backend", "cpu", "--out", "a", "--resume", "--overwrite"), "give one of them"),
+        (("--backend", "cpu", "--out", ""), "--out is ''; the name of a folder is needed"),
+        (("--backend", "cpu", "--method", ""), "--method is ''; allowed are recurrent, storeall"),
+        (("--backend", "cpu", "--method", ","), "--method is ','; allowed are recurrent, storeall"),
+        (("--backend", "cpu", "--batch", "1,,2"), "--batch is '1,,2'; positive whole numbers by single commas"),
     ],
 )
 def test_unusable_flags_are_one_sentence(call: Any, arguments: tuple[str, ...], message: str) -> None:
@@ -138,6 +235,13 @@ def test_profile_error_prints_median_and_worst(call: Any, tmp_path: Path) -> Non
     assert [error["axis"] for error in errors] == ["batch", "rows"]
 
 
+def test_profile_error_of_too_small_a_grid_fails_and_says_what_to_add(call: Any, tmp_path: Path) -> None:
+    folder = write_profile(tmp_path / "gpu", [kernel_row("treelog", batch, 1, "chain:0") for batch in (1, 4)])
+    code, _, err = call("bench", "--profile-error", str(folder))
+    assert code == 1
+    assert "has three batches (--batch 1,4,16 --resume) or three sizes" in err
+
+
 def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path: Path) -> None:
     profiles = tmp_path / "home" / "treewy-lab" / "profiles"
     write_profile(profiles / "old", source_hash="before", stale_reason="comments only")
@@ -147,8 +251,76 @@ def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path
     assert code == 0
     assert "the sources have changed (kept because: comments only)" in text
     assert "interpolation along batch: median 0.0%" in text
-    assert "cannot be used: " in text
+    assert "cannot be used: " + str(profiles / "broken") in " ".join(text.split())
     assert "nvrtc" in text
+    lines = [line for line in text.splitlines() if str(tmp_path) not in line and not line.startswith("---")]
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("ledger", "--model", "Qwen3.5-35B-A3B", "--gpu", "mine"),
+        ("bench", "--profile-error", "mine"),
+        ("compare", "mine", "h200"),
+        ("bench", "--backend", "cpu", "--profile", "mine", "--resume"),
+    ],
+    ids=" ".join,
+)
+def test_every_verb_refuses_a_profile_with_a_bad_row(call: Any, tmp_path: Path, verb: tuple[str, ...]) -> None:
+    write_profile(tmp_path / "home" / "treewy-lab" / "profiles" / "mine", [kernel_row("magic", 1, 1, "chain:0")])
+    code, _, err = call(*verb)
+    assert code == 2
+    assert "kernels.csv, line 2: method is 'magic'; allowed are" in err
+
+
+@pytest.mark.parametrize(
+    ("date", "said"), [("2999-01-01", "dated 2999-01-01, which is in the future"), ("May", "'May', which is no date")]
+)
+def test_doctor_doubts_dates(call: Any, tmp_path: Path, date: str, said: str) -> None:
+    write_profile(tmp_path / "home" / "treewy-lab" / "profiles" / "mine", date=date)
+    assert said in call("doctor")[1]
+
+
+def test_doctor_lists_half_a_profile_and_a_record_it_cannot_trust(call: Any, tmp_path: Path) -> None:
+    profiles = tmp_path / "home" / "treewy-lab" / "profiles"
+    write_profile(profiles / "future", schema_version=99, source_hash=source_hash("cuda"))
+    (write_profile(profiles / "half") / "device.json").unlink()
+    found = {profile["name"]: profile for profile in json.loads(call("doctor", "--json")[1])["profiles"]}
+    assert "schema_version is 99; 1 is needed" in found["future"]["error"]
+    assert "incomplete, it lacks device.json" in found["half"]["error"]
+    assert "rows" in found["h200"]
+
+
+def test_doctor_survives_profiles_that_cannot_be_read(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles = tmp_path / "home" / "treewy-lab" / "profiles"
+    profiles.mkdir(parents=True)
+    whole = Path.iterdir
+
+    def iterdir(folder: Path) -> Any:
+        if folder == profiles:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return whole(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    code, text, _ = call("doctor")
+    assert code == 0
+    assert f"cannot be used: {profiles}: Permission denied" in " ".join(text.split())
+    assert "profile h200" in text
+    assert "bench --backend cpu" in text
+
+
+def test_a_quick_bench_that_runs_out_of_time_has_seen_every_tree_and_method() -> None:
+    from lab.bench.cpu_backend import CpuBackend
+    from lab.bench.points import default_axes, spread_out
+
+    points = default_axes("cpu", True, CpuBackend.methods).points()
+    first = spread_out(points)[: len(CpuBackend.methods)]
+    assert {point.method for point in first} == set(CpuBackend.methods)
+    assert {point.tree_text for point in first} == {"chain:0", "chain:3", "2,2,2"}
+    assert sorted(map(str, spread_out(points))) == sorted(map(str, points))
 
 
 @pytest.mark.slow

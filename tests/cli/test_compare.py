@@ -54,3 +54,14 @@ def test_unusable_input_is_one_sentence_and_exit_2(call: Any, two: tuple[str, st
     code, _, err = call(*two, "--fail-on", "anything")
     assert code == 2
     assert "--fail-on is 'anything'" in err
+
+
+def test_profiles_are_compared_by_their_names(call: Any, tmp_path: Path) -> None:
+    rows = grid_rows(("treelog",))
+    write_profile(tmp_path / "home" / "treewy-lab" / "profiles" / "mine", rows, name="My CPU")
+    write_profile(tmp_path / "other", rows)
+    code, out, err = call("mine", str(tmp_path / "other"), "--json")
+    assert code == 0
+    assert "warning: name differs: My CPU in A, NVIDIA H200 in B" in err
+    assert json.loads(out)["warnings"] == ["name differs: My CPU in A, NVIDIA H200 in B"]
+    assert call("h200", "h200")[0] == 0

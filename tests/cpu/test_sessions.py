@@ -292,3 +292,26 @@ def test_sessions_reject_states_and_accepted_rows_that_do_not_fit() -> None:
     session.commit([0])
     with pytest.raises(UsageError, match="follows a verify"):
         session.commit([0])
+
+
+@pytest.mark.parametrize("method", ["storeall", "treelog"])
+def test_sessions_reject_what_would_be_rounded_wrapped_or_spread(method: str) -> None:
+    spec = SessionSpec(LayerHeads(1, 2, 64, 64, "float32"), 2, 5)
+    rng = np.random.default_rng(13)
+    states = random_states(spec, 3, rng)
+    with pytest.raises(UsageError, match="state_indices holds float64"):
+        SESSIONS[method](spec, states, [0.7, 1.2])
+    states[2] = np.nan
+    with pytest.raises(UsageError, match="states hold NaN"):
+        SESSIONS[method](spec, states, [0, 2])
+    session = SESSIONS[method](spec, states, [0, 1])  # a slot that nobody uses may hold anything
+    ((operands, _),) = random_steps(spec, rng, 1)
+    session.verify(operands)
+    with pytest.raises(UsageError, match="accepted holds float64"):
+        session.commit([0.5, 1.0])
+    with pytest.raises(UsageError, match="accepted holds bool"):
+        session.commit([True, False])
+    session.commit([1, 0])
+    for request in (-1, 2, 0.0, True):
+        with pytest.raises(UsageError, match=f"request {request!r}; allowed are 0 to 1"):
+            session.materialise(request)  # type: ignore[arg-type]

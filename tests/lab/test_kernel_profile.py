@@ -65,10 +65,22 @@ def test_rows_survive_the_file_and_a_red_row_has_no_time(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("step,16", "stop,16", "phase 'stop' with timer 'graph'"),
+        ("step,16", "stop,16", "phase is 'stop'; allowed are verify"),
+        ("treelog,", "magic,", "method is 'magic'; allowed are recurrent"),
+        ("float32", "fp8", "state_dtype is 'fp8'; allowed are float32, bfloat16"),
+        ("graph", "sundial", "timer is 'sundial'"),
+        (",16,32,128", ",16,40,128", "value_heads is 40; a multiple of key_heads"),
+        ("8,1,chain:0", "8,2,chain:0", "rows is 2, but tree 'chain:0' has 1"),
+        ("8,1,chain:0", "8,1,oak", "rows is 1, but tree 'oak' is not understood"),
+        ("6.160,6.098", "6.160,nan", "latency_us_p20 is nan"),
+        ("6.160,6.098", "6.160,6.2", "latencies p20, p50, p80 are 6.2, 6.16, 6.222; they must ascend"),
+        ("6.160,6.098", ",6.098", "latency_us_p50 is missing"),
+        (",11,1000", ",11,-1000", "bytes_moved -1000; neither can be negative"),
+        ("50.0", "inf", "pct_copy_bandwidth is inf"),
+        ("0.001,", "nan,", "rel_err_output is nan"),
         (",16,32,128", ",16,x,128", "line 2: value_heads is 'x'; a number is needed"),
         ("6.160,", "nan,", "latency_us_p50 is nan"),
-        ("6.160,6.098", "6.160,", "latency_us_p20 and latency_us_p80 are needed"),
+        ("6.160,6.098", "6.160,", "latency_us_p20 is missing; a positive number"),
         ("method,phase", "phase,method", "has other columns"),
     ],
 )
@@ -79,6 +91,35 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, old: str, new: str
     path.write_text(text.replace(old, new))
     with pytest.raises(UsageError, match=message):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("schema_version", 99, "schema_version is 99; 1 is needed"),
+        ("schema_version", None, "schema_version is None; 1 is needed"),
+        ("copy_bandwidth_bytes_per_s", -1, "copy_bandwidth_bytes_per_s is -1; a positive number"),
+        ("copy_bandwidth_bytes_per_s", "fast", "copy_bandwidth_bytes_per_s is 'fast'"),
+        ("copy_bandwidth_bytes_per_s", float("nan"), "copy_bandwidth_bytes_per_s is nan"),
+        ("red", "none", "red is 'none'; a list of sentences"),
+        ("source_hash", None, "source_hash is None"),
+        ("backend", "tpu", "backend is 'tpu'; cuda or cpu"),
+        ("name", "", "name is ''"),
+        ("operator_tables", "a100", "operator_tables is 'a100'"),
+        ("runs", [1], r"runs is \[1\]; a list with a mapping for every run"),
+        ("date", 7, "date is 7"),
+    ],
+)
+def test_a_bad_record_is_refused_by_its_field(tmp_path: Path, field: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError, match=f"device.json: {message}"):
+        load_profile(write_profile(tmp_path, **{field: value}))
+
+
+def test_a_record_without_a_field_says_that_it_is_missing(tmp_path: Path) -> None:
+    path = write_profile(tmp_path) / "device.json"
+    path.write_text(path.read_text().replace("source_hash", "hash"))
+    with pytest.raises(UsageError, match="source_hash is missing; the hash of the kernels' sources is needed"):
+        load_profile(tmp_path)
 
 
 def test_a_row_twice_is_refused(tmp_path: Path) -> None:
@@ -209,6 +250,13 @@ def test_a_profile_of_an_unknown_device_must_name_its_operator_tables(shipped: P
     with pytest.raises(UsageError, match="names no operator tables"):
         check_gpu(str(folder))
     assert check_gpu(str(write_profile(folder, name="Some CPU", operator_tables="h100"))) == "h100"
+
+
+def test_a_profile_without_a_timed_step_says_what_to_measure(shipped: Path) -> None:
+    red = row("treelog", 1, 1, "chain:0", latency_us_p50=None)
+    write_profile(target_folder("mine"), [red, row("treelog", 1, 1, "chain:0", phase="verify")], backend="cpu")
+    with pytest.raises(UsageError, match="bench --backend cpu --profile mine --resume --phase step"):
+        gpu_kernels("mine")
 
 
 @pytest.mark.parametrize("name", ["h200", "B200", "a b", "", ".hidden"])

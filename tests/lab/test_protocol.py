@@ -31,6 +31,20 @@ LIVE = np.array([True, True])
         ({"rows": 0, "max_path": 0}, "rows = 0"),
         ({"max_path": 6}, "max_path = 6"),
         ({"log_rows": -1}, "log_rows = -1"),
+        ({"batch": 2.0}, r"batch = 2\.0; a whole number from 1"),
+        ({"batch": True}, "batch = True; a whole number from 1"),
+        ({"rows": 5.5}, r"rows = 5\.5; a whole number from 1"),
+        ({"max_path": -1}, "max_path = -1; a whole number from 0"),
+        ({"log_rows": 16.0}, r"log_rows = 16\.0"),
+        ({"norm_eps": float("inf")}, "norm_eps = inf; a finite number"),
+        ({"norm_eps": float("nan")}, "norm_eps = nan"),
+        ({"norm_eps": True}, "norm_eps = True"),
+        ({"chain": 1}, "chain = 1; allowed are True and False"),
+        ({"chain": True}, "max_path = 3; a chain of 5 rows is a path of as many"),
+        ({"heads": replace(HEADS, key_heads=0)}, "key_heads = 0; a whole number from 1"),
+        ({"heads": replace(HEADS, key_dim=0)}, "key_dim = 0; a whole number from 1"),
+        ({"heads": replace(HEADS, value_dim=-8)}, "value_dim = -8"),
+        ({"heads": replace(HEADS, value_heads=4.0)}, r"value_heads = 4\.0"),
     ],
 )
 def test_spec_names_what_no_kernel_supports(change: dict, message: str) -> None:
@@ -75,7 +89,7 @@ def test_operands_reject_parents_that_are_no_tree_or_too_deep(parent: list[int],
 
 
 def test_chain_sessions_reject_trees() -> None:
-    spec = replace(SPEC, chain=True)
+    spec = replace(SPEC, chain=True, max_path=0)
     operands = random_operands(spec, TREE.parent_array(), np.random.default_rng(0))
     with pytest.raises(UsageError, match="not a chain"):
         operands.check_values(spec, LIVE)
@@ -104,6 +118,19 @@ def test_state_indices_are_slots_of_their_own() -> None:
         check_state_indices([1, 1], slots=4, batch=2)
     with pytest.raises(UsageError, match="shape"):
         check_state_indices([1, 2], slots=4, batch=3)
+    with pytest.raises(UsageError, match="state_indices holds float64; whole numbers"):
+        check_state_indices([0.9, 1.2, 2.0], slots=4, batch=3)
+    with pytest.raises(UsageError, match="state_indices holds bool"):
+        check_state_indices([True], slots=4, batch=1)
+    with pytest.raises(UsageError, match="numbers of int32 are needed"):
+        check_state_indices([2**32 + 1], slots=4, batch=1)
+
+
+def test_parents_are_whole_numbers() -> None:
+    operands = random_operands(SPEC, TREE.parent_array(), np.random.default_rng(0))
+    halves = replace(operands, parent=np.array([-1, 0.5, 0.5, 1, 2]))
+    with pytest.raises(UsageError, match="operand parent holds float64; whole numbers"):
+        halves.check_values(SPEC, LIVE)
 
 
 def test_path_lengths_count_the_root() -> None:

@@ -19,11 +19,15 @@ def step_us(batch: float, rows: float, value_heads: int = 32) -> float:
 
 
 def row(method: str, batch: int, rows: int, tree: str, **changed: object) -> KernelRow:
+    """A row with a time, or without one where `latency_us_p50` is None; percentiles follow the median."""
+    median = changed.get("latency_us_p50", step_us(batch, rows))
+    spread = dict.fromkeys(("latency_us_p20", "latency_us_p80"))
+    if isinstance(median, float | int):
+        spread = {"latency_us_p20": 0.99 * median, "latency_us_p80": 1.01 * median}
     values: dict[str, object] = {
         "phase": "step", "key_heads": 16, "value_heads": 32, "head_dim": 128, "state_dtype": "float32",
-        "timer": "graph", "latency_us_p50": step_us(batch, rows), "latency_us_p20": 0.99 * step_us(batch, rows),
-        "latency_us_p80": 1.01 * step_us(batch, rows), "samples": 11, "bytes_moved": 1000, "pct_copy_bandwidth": 50.0,
-        "rel_err_output": 1e-3, "rel_err_state": 1e-6,
+        "timer": "graph", "latency_us_p50": median, **spread, "samples": 11, "bytes_moved": 1000,
+        "pct_copy_bandwidth": 50.0, "rel_err_output": 1e-3, "rel_err_state": 1e-6,
     } | changed  # fmt: skip
     return KernelRow(method=method, batch=batch, rows=rows, tree=tree, **values)  # type: ignore[arg-type]
 
@@ -39,6 +43,9 @@ def write_profile(folder: Path, rows: Iterable[KernelRow] | None = None, **devic
     """A profile folder; `device` adds to or replaces fields of device.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kernels.csv").write_text(write_rows(grid_rows() if rows is None else rows), encoding="utf-8")
-    record = {"name": "NVIDIA H200", "backend": "cuda", "stale_reason": None} | device
+    record = {
+        "schema_version": 1, "name": "NVIDIA H200", "backend": "cuda", "source_hash": "abc", "stale_reason": None,
+        "copy_bandwidth_bytes_per_s": 10**12,
+    } | device  # fmt: skip
     (folder / "device.json").write_text(json.dumps(record), encoding="utf-8")
     return folder

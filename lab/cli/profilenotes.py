@@ -1,0 +1,47 @@
+"""What `simulate` and `plan` say about a profile of the user's before they run: methods that it does not price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lab.errors import UsageError
+
+if TYPE_CHECKING:
+    from simulator.scenario import Scenario
+
+
+def profile_notes(cells: Iterable[Scenario]) -> list[str]:
+    """One sentence for every profile and state type that lacks a step of a method which the cells simulate."""
+    from lab.methods import get_method
+    from lab.methods.base import LayerHeads
+    from lab.profiles.folders import GPU_NAMES, check_gpu
+    from lab.profiles.kernels import gpu_kernels
+    from lab.shapes import load_shape
+    from lab.trees import parse_tree
+
+    lacking: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in cells:
+        if cell.gpu.lower() in GPU_NAMES or (kernels := gpu_kernels(cell.gpu)) is None:
+            continue
+        method, tree = get_method(cell.speculation.state_method), parse_tree(cell.speculation.tree)
+        shape = load_shape(cell.model)
+        dtype = cell.engine.state_dtype(shape.mamba_ssm_dtype)
+        try:
+            method.check_tree(tree)
+            heads = LayerHeads.of(shape, dtype, cell.tensor_parallel_size)
+        except UsageError:
+            continue  # the sweep says why such a cell cannot run
+        if kernels.profile.step(method.name, heads, tree, [1]) is None:
+            lacking.setdefault((cell.gpu, dtype), {})[method.name] = None
+    notes = []
+    for (gpu, dtype), methods in lacking.items():
+        kernels = gpu_kernels(gpu)
+        assert kernels is not None
+        device, again = kernels.profile.device, f"--profile {gpu} --resume --method {','.join(methods)}"
+        notes.append(
+            f"profile {gpu} has no step of {', '.join(methods)} ({dtype} state): their states cost what the operator "
+            f"tables of {check_gpu(gpu)} say, not what {device['name']} takes; do not compare them with the others "
+            f"before they are measured: treewy bench --backend {device['backend']} {again}"
+        )
+    return notes
