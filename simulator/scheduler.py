@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from simulator import prefixcache
-from simulator.enginestate import UNBOUNDED, Queues, attention_blocks, num_tokens
+from simulator.enginestate import UNBOUNDED, UNFORESEEN, Queues, attention_blocks, num_tokens
 from simulator.jit import njit
 from simulator.waitqueue import dequeue, first_waiting, put_back, send, worst_running
 
@@ -37,7 +37,7 @@ def schedule(queues: Queues) -> None:
     while turn < state.num_running:
         slot = queues.slots[queues.running[turn]]
         if slot.done:
-            rows = min(settings.rows, budget)
+            rows = min(settings.rows, budget) if slot.done == UNFORESEEN else 0
         else:
             wanted = settings.rows if slot.decoding else _chunk(settings, slot)
             rows = min(wanted, budget, settings.max_model_len - slot.computed)
@@ -174,6 +174,7 @@ def _preempt(queues: Queues, place: int) -> None:
         retire(queues, index)
         return
     if queues.settings[0].prefix_caching and slot.scheduled > 0:
+        prefixcache.uncharge(queues, slot)
         prefixcache.unpublish_prompt(queues, index)
     forget_computed(queues, index)
     put_back(queues, index)
@@ -221,3 +222,20 @@ def retire(queues: Queues, index: int) -> None:
     _release_blocks(queues, queues.slots[index])
     queues.free_slots[state.num_free_slots] = index
     state.num_free_slots += 1
+
+
+@njit()
+def retire_done(queues: Queues) -> int:
+    """Drop the finished requests that still keep a place; returns how many."""
+    state = queues.state[0]
+    kept = 0
+    for place in range(state.num_running):
+        index = queues.running[place]
+        if queues.slots[index].done:
+            retire(queues, index)
+        else:
+            queues.running[kept] = index
+            kept += 1
+    dropped = state.num_running - kept
+    state.num_running = kept
+    return int(dropped)

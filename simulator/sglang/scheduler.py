@@ -45,14 +45,6 @@ def schedule_sglang(queues: Queues) -> None:
 
 
 @njit(inline="always")
-def hide_host_time(step: Any) -> None:
-    """Overlap scheduling: of the host's time only what is longer than the GPU's remains."""
-    gpu_us = step.duration_us - step.host_us
-    step.host_us = max(step.host_us - gpu_us, 0.0)
-    step.duration_us = gpu_us + step.host_us
-
-
-@njit(inline="always")
 def _may_emit(queues: Queues, slot: Any) -> Any:
     """Tokens that admission expects of a request at most."""
     return min(allowed_tokens(queues, slot) - slot.emitted, queues.sglang[0].clip_new_tokens)
