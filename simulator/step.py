@@ -170,7 +170,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
     extrapolated |= rows > cost.limits[0] or decoding > cost.limits[2]
     extrapolated |= logit_rows > cost.limits[4] or drafting > cost.limits[5]
     step.host_us = settings.host_us_per_step + (settings.host_us_per_prompt_step if prefill_tokens > 0 else 0.0)
-    step.duration_us = step.host_us + (
+    step.duration_us = (
         cost.rows_us[rows]
         + cost.head_us[logit_rows]
         + cost.state_us[decoding]
@@ -180,6 +180,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
         + cost.draft_us[drafting]
         + step.attention_us
     )
+    step.duration_us += step.host_us
     step.used_blocks = settings.num_blocks - state.free_blocks
     step.running = state.num_running
     step.waiting = state.num_waiting
