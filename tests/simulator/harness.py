@@ -58,7 +58,7 @@ class Watcher:
         assert state["free_blocks"] >= 0
         assert not waiting["blocks"].any()
         assert not waiting["computed"].any()
-        unfinished = len(running) - running["done"].sum() + len(waiting)
+        unfinished = (running["done"] == 0).sum() + len(waiting)
         assert state["num_arrived"] == state["num_finished"] + unfinished
         assert len(set(running["request_id"]) | set(waiting["request_id"])) == len(running) + len(waiting)
         assert len(running) <= self.config.max_num_seqs

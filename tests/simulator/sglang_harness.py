@@ -18,8 +18,8 @@ def sglang_histories(draw: st.DrawFn) -> History:
     asked = draw(st.sampled_from([0, 20]))
     longest = int((block.prompt_tokens + block.output_tokens).max())
     smallest = max(longest + page + 1, int(block.prompt_tokens.max()) + asked + page + 1, longest - 1 + rows + page)
-    pages = -(-smallest // page) - (-draw(st.sampled_from([0, 5, 10, 20, 40, 150])) // page)
-    bold = draw(st.booleans())  # bold admission makes requests outgrow the KV pool
+    bold = draw(st.booleans())  # bold admission makes requests outgrow a small KV pool
+    pages = -(-smallest // page) - (-draw(st.sampled_from([0, 5, 20] if bold else [0, 5, 10, 20, 40, 150])) // page)
     config = small_sglang(
         tokens=pages * page,
         page_size=page,
