@@ -13,19 +13,19 @@ from sglang_factory import small_sglang
 @st.composite
 def sglang_histories(draw: st.DrawFn) -> History:
     """Any workload on any engine whose pools hold one request, down to the smallest."""
-    block = draw(request_blocks())
+    bold = draw(st.booleans())  # bold admission of requests that outgrow a small KV pool
+    block = draw(request_blocks(outgrow=bold))
     rows, page = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 4, 16]))
     asked = draw(st.sampled_from([0, 20]))
     longest = int((block.prompt_tokens + block.output_tokens).max())
     smallest = max(longest + page + 1, int(block.prompt_tokens.max()) + asked + page + 1, longest - 1 + rows + page)
-    bold = draw(st.booleans())  # bold admission makes requests outgrow a small KV pool
     pages = -(-smallest // page) - (-draw(st.sampled_from([0, 5, 20] if bold else [0, 5, 10, 20, 40, 150])) // page)
     config = small_sglang(
         tokens=pages * page,
         page_size=page,
         rows=rows,
         max_model_len=LONGEST,
-        max_num_seqs=draw(st.integers(2 if bold else 1, 6)),
+        max_num_seqs=draw(st.integers(4 if bold else 1, 6)),
         max_num_batched_tokens=240,
         seed=draw(st.integers(0, 9)),
         sglang={
