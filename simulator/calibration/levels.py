@@ -169,14 +169,14 @@ def _own_requests(scenario: Scenario, result: EngineResult) -> list[RequestBlock
     assert result.output_tokens is not None
     engine = scenario.engine
     blocks = list(request_blocks(scenario.workload, scenario.seed))
-    caching = isinstance(engine, EngineSettings) and engine.enable_prefix_caching
+    caching = engine.name == "vllm" and engine.enable_prefix_caching
     if caching and any(_shares(block.prefix) for block in blocks):
         raise UsageError(
             f"engine result {result.path} has lengths of its own but does not tell which prompts share a prefix, and "
             "the scenario has enable_prefix_caching with shared prompts: set it to false, or give a result without "
             "input_lens, whose requests are the scenario's"
         )
-    by_priority = isinstance(engine, EngineSettings) and engine.scheduling_policy == "priority"
+    by_priority = engine.name == "vllm" and engine.scheduling_policy == "priority"
     if by_priority and any(block.priority is not None for block in blocks):
         raise UsageError(
             f"engine result {result.path} has lengths of its own but no priorities, and the scenario has "
