@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import simpy
 from factory import chain_acceptance, constant_cost, no_drafts, requests, run, small
-from histories import HARNESSES, History
+from harness import History
+from histories import HARNESSES
 
 from simulator.blockkeys import block_keys
 from simulator.engine import Client, Engine, EngineConfig
