@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import simpy
 from factory import chain_acceptance, constant_cost, no_drafts, requests, run, small
-from histories import HARNESSES, History
+from harness import History, check_end
+from histories import HARNESSES
 
 from simulator.blockkeys import block_keys
 from simulator.engine import Client, Engine, EngineConfig
@@ -186,6 +187,6 @@ def test_what_a_request_was_to_compute_when_it_lost_its_place_is_not_hit(prompt:
     )
     (block,) = requests([120, prompt], [2, 60], [0.0, 0.0005])
     history = History(config, block._replace(priority=np.array([5, 0], np.int32)), None)
-    engine, _ = HARNESSES["vllm"].serve(history, HARNESSES["vllm"].watcher(history))
-    HARNESSES["vllm"].check_end(engine)
+    engine, kept = HARNESSES["vllm"].serve(history, HARNESSES["vllm"].watcher(history))
+    check_end(history, engine, kept)
     assert engine.state["num_preemptions"] > 0
