@@ -73,9 +73,9 @@ def test_the_answer_comes_before_everything_else(full: str) -> None:
     assert places == sorted(places)
 
 
-def test_six_figures_draw_every_budget(full: str) -> None:
+def test_seven_figures_draw_every_budget_or_load(full: str) -> None:
     elements = Elements(full)
-    for figure in ("peak-kv", "ttft", "throughput", "tpot", "width"):
+    for figure in ("peak-kv", "ttft", "throughput", "tpot", "width", "steps"):
         assert elements.count("div", **{"data-figure": figure}) == 3
     assert elements.count("div", **{"data-figure": "ledger"}) == 1
 
