@@ -23,7 +23,8 @@ from markupsafe import Markup
 
 from lab.methods import METHODS
 from reports.accuracy import CONFIDENCE, TIE_TEXT
-from reports.charts import Figure, cell_rows, figures
+from reports.chartparts import Figure
+from reports.charts import cell_rows, figures
 from reports.data import Cell, Group, Run, load_run, sort_methods
 from reports.findings import findings
 from reports.lead import caveats, lead
