@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, prefill_us
+from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, launch_wait_us, prefill_us
 from simulator.enginestate import Queues, num_tokens
 from simulator.jit import njit
 from simulator.prefixcache import publish_decoded
@@ -19,7 +19,8 @@ from simulator.scheduler import retire, schedule
 from simulator.sglang.scheduler import hide_host_time, schedule_sglang
 from simulator.waitqueue import next_send_s, set_timer
 
-#: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
+#: One engine step. Times of the terms are µs, `rows_us` with the wait for launches outside CUDA graphs; `regular_gaps`
+#: counts requests that emitted in the previous step too.
 STEP = np.dtype(
     [
         ("start_s", "f8"),
@@ -178,6 +179,9 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
         + cost.draft_us[drafting]
         + step.attention_us
     )
+    wait = launch_wait_us(cost, rows, prefill_tokens, step.duration_us)
+    step.rows_us += wait
+    step.duration_us += wait
     if settings.async_scheduling:
         step.duration_us = max(step.duration_us, step.host_us)
     else:
