@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -37,11 +37,11 @@ LINK_BYTES_PER_S = 225e9
 SEED = 0
 
 
-def level_of_row(row: Row) -> Level:
-    """The level of a usable row."""
+def level_of_row(row: Row, changes: Mapping[str, Any] | None = None) -> Level:
+    """The level of a usable row; `changes` take the place of engine settings."""
     means = lengths(row)
     assert means is not None  # usable rows have lengths
-    scenario = _scenario(row, means)
+    scenario = _scenario(row, means, changes or {})
     prompts, outputs = _requests(row, scenario, means)
     longest = int(np.argmax(prompts.astype(np.int64) + outputs))
     engine = scenario.engine
@@ -86,7 +86,7 @@ def _is_tabulated(model: str, gpu: str, tp: int) -> bool:
     return True
 
 
-def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
+def _scenario(row: Row, means: tuple[float, float], changes: Mapping[str, Any]) -> Scenario:
     drafts = int(row["spec_k"] or 0)
     speculation: dict[str, Any] = {"state_method": "storeall" if drafts else "recurrent", "tree": f"chain:{drafts}"}
     if drafts and row["accept_len"]:
@@ -102,7 +102,7 @@ def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
             "model": row["model"],
             "gpu": row["gpu"].lower(),
             "tensor_parallel_size": int(row["tp"]),
-            "engine": _SETTINGS[row["engine"]](row),
+            "engine": {**_SETTINGS[row["engine"]](row), **changes},
             "speculation": speculation,
             "workload": {
                 "num_requests": count,
