@@ -11,21 +11,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from lab.units import GIB
+from reports.bars import ledger_figure, step_figure, step_terms, term_ms
+from reports.chartparts import Figure, Panel, finish, some, span, x_axis
 from reports.data import Cell, Group
-from reports.ledgers import LedgerEntry, ledger_titles, limit_rows
+from reports.ledgers import LedgerEntry, limit_rows
 from reports.metrics import LOAD_METRICS, Metric, metric_note
-from reports.palette import METHOD_DASHES, method_colours
+from reports.palette import METHOD_DASHES, STEP_TERMS, method_colours
 from reports.text import LOAD_TITLES, counted, load_phrase, plain
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-PANEL_HEIGHT = 190
-INK, FAINT, GRID = "#333942", "#6b7280", "#e6e8eb"
 #: Fields of the data set `cells` that are numbers.
 NUMBERS = (
     "output_throughput",
@@ -35,27 +32,9 @@ NUMBERS = (
     "reserved_records_gib",
     "committed_gib",
     "mean_running",
+    "mean_step_ms",
     "step_tokens",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One chart: its heading and specification."""
-
-    title: str
-    spec: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Panels that belong together. `control` is the parameter that chooses what is shown."""
-
-    key: str
-    title: str
-    note: str
-    panels: tuple[Panel, ...]
-    control: str
 
 
 def figures(group: Group, ledgers: Sequence[LedgerEntry]) -> list[Figure]:
@@ -67,8 +46,10 @@ def figures(group: Group, ledgers: Sequence[LedgerEntry]) -> list[Figure]:
         found += [_load_figure(group, usable, metric, limits) for metric in LOAD_METRICS]
         if len(group.all_trees) > 1:
             found.append(_width_figure(group, usable))
+        if step_terms(usable):
+            found.append(step_figure(group, usable))
     if ledgers:
-        found.append(_ledger_figure(ledgers))
+        found.append(ledger_figure(ledgers))
     return found
 
 
@@ -86,6 +67,7 @@ def cell_rows(group: Group) -> list[dict[str, Any]]:
             "pace": "saturated" if cell.saturated else "keeps up",
             "steps": "partly extrapolated" if cell.extrapolated else "within the tables",
             **{field: _finite(getattr(cell, field)) for field in NUMBERS},
+            **{f"{term}_ms": _finite(term_ms(cell, term)) for term in STEP_TERMS},
         }
         for cell in group.cells
         if cell.usable
@@ -98,7 +80,7 @@ def _load_figure(group: Group, cells: list[Cell], metric: Metric, limits: Sequen
         values = [getattr(cell, metric.field) for cell in cells if cell.tree == tree or cell.num_rows == 1]
         if metric.key == "peak-kv":
             values += [row["limit_gib"] for row in limits if row["tree"] == tree or not row["drafted"]]
-        spans[tree] = _span(values, metric.log)
+        spans[tree] = span(values, metric.log)
     axis = _y_axis(metric.unit, spans if metric.log else None)
     y = alt.Y(f"{metric.field}:Q", scale=_scale(spans, metric.log), axis=axis)
     panels = []
@@ -109,7 +91,7 @@ def _load_figure(group: Group, cells: list[Cell], metric: Metric, limits: Sequen
         layers = _lines(group, shown, _load_axis(group), y)
         if metric.key == "peak-kv":
             layers.insert(0, _limit_rules(group, f"{here} && (datum.tree === tree || !datum.drafted)"))
-        panels.append(Panel(f"{group.budget_name} {plain(budget)}", _finish(alt.layer(*layers), group)))
+        panels.append(Panel(f"{group.budget_name} {plain(budget)}", finish(alt.layer(*layers), group)))
     return Figure(metric.key, metric.title, metric_note(metric, group), tuple(panels), "tree")
 
 
@@ -120,56 +102,18 @@ def _width_figure(group: Group, cells: list[Cell]) -> Figure:
         field, title, unit = "mean_tpot_ms", "Mean TPOT", "ms"
         cells = [cell for cell in cells if not cell.saturated] or cells
     rows = json.dumps({cell.tree: counted(cell.num_rows, "row") for cell in group.cells})
-    axis = _x_axis("draft tree", labelExpr=f"width > 220 ? [datum.label, {rows}[datum.label]] : datum.label")
+    axis = x_axis("draft tree", labelExpr=f"width > 220 ? [datum.label, {rows}[datum.label]] : datum.label")
     panels = []
-    for load in _some(sorted({group.load(cell) for cell in cells})):
-        _, top = _span([getattr(cell, field) for cell in cells if group.load(cell) == load], log=False)
+    for load in some(sorted({group.load(cell) for cell in cells})):
+        _, top = span([getattr(cell, field) for cell in cells if group.load(cell) == load], log=False)
         x = alt.X("tree:N", scale=alt.Scale(domain=group.all_trees), axis=axis)
         y = alt.Y(f"{field}:Q", scale=alt.Scale(domain=[0, top]), axis=_y_axis(unit))
         kept = " && datum.pace === 'keeps up'" if group.open_loop and not all(c.saturated for c in cells) else ""
         layers = _lines(group, f"datum.load === {load!r} && datum.budget === budget{kept}", x, y)
-        panels.append(Panel(load_phrase(group.load_field, load), _finish(alt.layer(*layers), group)))
+        panels.append(Panel(load_phrase(group.load_field, load), finish(alt.layer(*layers), group)))
     note = "Wider trees accept more tokens a step but make every step dearer. Each panel has its own scale."
     note += " What does not keep up is left out." if group.open_loop else ""
     return Figure("width", f"{title} against tree width", note, tuple(panels), "budget")
-
-
-def _ledger_figure(entries: Sequence[LedgerEntry]) -> Figure:
-    titles = list(ledger_titles(entries).values())
-    colours = alt.Scale(domain=[title for title, _ in titles], range=[colour for _, colour in titles])
-    configurations = list(dict.fromkeys(entry.label for entry in entries))
-    total = max(sum(entry.lines.values()) for entry in entries) / GIB
-    labels = alt.Axis(labelLimit=140, domain=False, ticks=False, labelPadding=6)
-    chart = (
-        alt.Chart(alt.NamedData("ledgers"))
-        .mark_bar(stroke="white", strokeWidth=0.6, height={"band": 0.78})
-        .transform_filter("datum.budget === budget && indexof(hidden, datum.state_method) < 0")
-        .encode(
-            x=alt.X(
-                "sum(gib):Q",
-                scale=alt.Scale(domain=[0, total], nice=False),
-                axis=_x_axis("GiB of one GPU", grid=True, tickCount=8),
-            ),
-            y=alt.Y("configuration:N", sort=configurations, title=None, axis=labels),
-            color=alt.Color("line:N", scale=colours, legend=None),
-            order=alt.Order("order:Q"),
-            tooltip=[
-                alt.Tooltip("state_method:N", title="state method"),
-                alt.Tooltip("tree:N", title="draft tree"),
-                alt.Tooltip("line:N", title="line"),
-                alt.Tooltip("sum(gib):Q", title="GiB", format=",.2f"),
-            ],
-        )
-    )
-    shown = "The pool is shown as full of requests of max_model_len as it gets; speculative states are"
-    if any(entry.slots is not None for entry in entries):
-        shown = (
-            "The pools are laid out at start-up: recurrent states are the slots of the requests that may run, "
-            "prefix-cache states the further slots that they reserve, speculative states"
-        )
-    note = f"Lines add up to the whole memory of one GPU. {shown} the copies kept for rows that may be rejected."
-    spec = _finish(chart, None, height=24 * len(configurations) + 8)
-    return Figure("ledger", "Memory ledger", note, (Panel("", spec),), "budget")
 
 
 def _lines(group: Group, condition: str, x: alt.X, y: alt.Y) -> list[alt.Chart]:
@@ -231,7 +175,7 @@ def _load_axis(group: Group) -> alt.X:
     loads = group.loads
     title = LOAD_TITLES[group.load_field]
     if group.load_field == "none":
-        return alt.X("load:O", axis=_x_axis(title, labels=False, ticks=False))
+        return alt.X("load:O", axis=x_axis(title, labels=False, ticks=False))
     log = group.load_field == "max_concurrency" and loads[0] > 0
     if log:
         pad = 1.2 if len(loads) > 1 else 2.0
@@ -240,7 +184,7 @@ def _load_axis(group: Group) -> alt.X:
         span = (loads[-1] - loads[0]) or loads[-1] or 1.0
         scale = alt.Scale(domain=[max(0.0, loads[0] - 0.06 * span), loads[-1] + 0.06 * span], nice=False)
     fits = f"width > 220 || indexof({_spread(loads, log)}, datum.value) >= 0"
-    axis = _x_axis(title, values=loads, format="~g", labelOverlap="greedy", labelExpr=f"{fits} ? datum.label : ''")
+    axis = x_axis(title, values=loads, format="~g", labelOverlap="greedy", labelExpr=f"{fits} ? datum.label : ''")
     return alt.X("load:Q", scale=scale, axis=axis)
 
 
@@ -255,15 +199,6 @@ def _spread(loads: list[float], log: bool) -> list[float]:
     return [loads[index] for index in kept]
 
 
-def _span(values: list[float], log: bool) -> tuple[float, float]:
-    """Lower and upper end of an axis that holds the values; a log axis spans a decade at least."""
-    shown = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
-    if not log:
-        return 0.0, 1.06 * max(shown) or 1.0
-    low, high = min(shown) / 1.3, max(shown) * 1.3
-    return low, max(high, 10 * low)
-
-
 def _scale(spans: dict[str, tuple[float, float]], log: bool) -> alt.Scale:
     """A scale that fits the chosen tree and is the same in all panels."""
     low = alt.ExprRef(f"{json.dumps({tree: span[0] for tree, span in spans.items()})}[tree]")
@@ -276,11 +211,6 @@ def _decades(spans: dict[str, tuple[float, float]]) -> list[float]:
     low = math.floor(math.log10(min(span[0] for span in spans.values())))
     high = math.ceil(math.log10(max(span[1] for span in spans.values())))
     return [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 3)]
-
-
-def _x_axis(title: str, **more: Any) -> alt.Axis:
-    options: dict[str, Any] = {"title": title, "grid": False, "labelAngle": 0, "titlePadding": 6, **more}
-    return alt.Axis(**options)
 
 
 def _y_axis(unit: str, log_spans: dict[str, tuple[float, float]] | None = None) -> alt.Axis:
@@ -299,46 +229,6 @@ def _y_axis(unit: str, log_spans: dict[str, tuple[float, float]] | None = None) 
         format=",~f",
         **ticks,
     )
-
-
-def _finish(chart: Any, group: Group | None, height: int = PANEL_HEIGHT) -> dict[str, Any]:
-    """Add the page's parameters, sizes and style, and validate; the page adds the data."""
-    params = [
-        alt.param(name="tree", value=group.trees[0] if group else ""),
-        alt.param(name="budget", value=group.budgets[0] if group else 0),
-        alt.param(name="hidden", value=[]),
-    ]
-    axis = alt.AxisConfig(
-        labelFontSize=11,
-        titleFontSize=11,
-        titleFontWeight="normal",
-        labelColor=INK,
-        titleColor=FAINT,
-        gridColor=GRID,
-        domainColor="#9aa1ab",
-        tickColor="#9aa1ab",
-    )
-    finished = (
-        chart.add_params(*params)
-        .properties(
-            width="container",
-            height=height,
-            background="white",
-            padding=4,
-            autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
-        )
-        .configure(font=FONT, axis=axis, view=alt.ViewConfig(stroke=None))
-    )
-    spec: dict[str, Any] = finished.to_dict()
-    spec.pop("$schema", None)
-    return spec
-
-
-def _some(loads: list[float], count: int = 3) -> list[float]:
-    """Up to three loads: the lowest, the middle one, the highest."""
-    if len(loads) <= count:
-        return loads
-    return [loads[0], loads[len(loads) // 2], loads[-1]]
 
 
 def _finite(value: float) -> float | None:

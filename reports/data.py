@@ -31,6 +31,7 @@ GROUP_FIELDS: tuple[str, ...] = (
     "arrivals",
     "burstiness",
     "weight_dtype",
+    "moe_routing",
     "kv_cache_dtype",
     "state_dtype",
     "max_num_seqs",
@@ -61,6 +62,7 @@ class Cell:
     gpu: str
     tensor_parallel_size: int
     weight_dtype: str
+    moe_routing: str
     kv_cache_dtype: str
     state_dtype: str
     state_method: str
@@ -89,6 +91,13 @@ class Cell:
     acceptance_length: float
     tokens_per_round: float
     mean_step_ms: float
+    rows_share: float
+    head_share: float
+    state_share: float
+    attention_share: float
+    prefill_share: float
+    draft_share: float
+    host_share: float
     peak_running: float
     mean_running: float
     blocks_per_request: float

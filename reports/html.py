@@ -23,11 +23,12 @@ from markupsafe import Markup
 
 from lab.methods import METHODS
 from reports.accuracy import CONFIDENCE, TIE_TEXT
-from reports.charts import Figure, cell_rows, figures
+from reports.chartparts import Figure
+from reports.charts import cell_rows, figures
 from reports.data import Cell, Group, Run, load_run, sort_methods
 from reports.findings import findings
 from reports.lead import caveats, lead
-from reports.ledgers import LedgerEntry, group_ledgers, ledger_rows, ledger_titles, limit_rows
+from reports.ledgers import LedgerEntry, group_ledgers, ledger_rows, limit_rows
 from reports.metrics import first_burst
 from reports.palette import METHOD_DASHES, method_colours
 from reports.replications import replication_rows
@@ -203,7 +204,6 @@ def _environment() -> jinja2.Environment:
         "ratio_bodies": ratio_bodies,
         "ledger_columns": ledger_columns,
         "ledger_table": ledger_table,
-        "ledger_titles": ledger_titles,
         "cell_table": cell_table,
         "findings": findings,
         "counted": counted,

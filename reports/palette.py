@@ -51,6 +51,18 @@ LEDGER_LINES: dict[str, tuple[str, str]] = {
 }
 
 
+#: Terms of a step from the left of the bar to the right: what rows cost, states and attention, drafts, the host.
+STEP_TERMS: dict[str, tuple[str, str]] = {
+    "rows": ("projections, experts and norms", "#4a5563"),
+    "head": ("output head", "#a9b3bd"),
+    "state": ("recurrent states", "#00805d"),
+    "attention": ("attention of decoding requests", "#2f7fb8"),
+    "prefill": ("attention of prompts", "#8dbfe0"),
+    "draft": ("drafting", "#6a51a3"),
+    "host": ("host (CPU)", "#e8c98a"),
+}
+
+
 def method_colour(name: str, unknown: int = 0) -> str:
     """Colour of a state method; `unknown` numbers the methods that the palette does not know."""
     return METHOD_COLOURS.get(name) or OTHER_COLOURS[unknown % len(OTHER_COLOURS)]

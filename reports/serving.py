@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from reports.serving_levels import level_of_row
-from reports.serving_rows import STAND_INS, Row, load, rate, sorted_rows
+from reports.serving_rows import Row, load, rate, sorted_rows
 from simulator.calibration.compare import fitted_metrics
 from simulator.calibration.constants import CONSTANTS, DEFAULT_NAMES, Values
 from simulator.calibration.fit import Fitted, fit
@@ -98,12 +98,10 @@ def fit_group(rows: Sequence[Row], belief: Values | None = None) -> tuple[Fitted
 
 
 def constant_names(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Host and GPU times; the acceptance where drafts are made and no row tells it; SGLang's pool is a stand-in."""
+    """Host and GPU times; the acceptance where drafts are made and no row tells it."""
     names = list(DEFAULT_NAMES)
     if any(row["spec_k"] and not row["accept_len"] for row in rows):
         names.append("acceptance")
-    if rows[0]["engine"] in STAND_INS:
-        names.append("memory.running_share")
     return tuple(names)
 
 
@@ -219,7 +217,6 @@ def page(jobs: int = 2) -> dict[str, Any]:
         "thin": sum(1 for result in results if len(result.fitted_rows) == 1),
         "fitted": sum(len(result.fitted_rows) for result in results),
         "by_rates": sum(1 for point in points if point.by_rates),
-        "stand_ins": ", ".join(sorted(STAND_INS)),
         "overall": summarise(points),
         "targets": TARGETS,
         "titles": TITLES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from lab.methods import get_method
 from lab.profiles.system import load_system
 from lab.shapes import load_shape
 from lab.trees import DraftTree
-from reports.serving_rows import ENGINE_MODELS, WEIGHTS, Row, lengths, load, measured, rate
+from reports.serving_rows import WEIGHTS, Row, lengths, load, measured, rate
 from simulator.calibration.levels import Level, chain_acceptance, matched, workload_lengths
 from simulator.check import CheckedCell, check
 from simulator.ledger import TooManySeqsError
@@ -24,29 +24,31 @@ from simulator.requests import RequestBlock
 from simulator.run import step_cost
 from simulator.scenario import Scenario
 from simulator.settings import EngineSettings
+from simulator.sglang.settings import SglangSettings
 from simulator.stepcost import StepCost, build_step_cost
 from simulator.workload import request_blocks
 
-#: Defaults of the published versions: vLLM 0.17 on GPUs of 70 GiB or more, SGLang 0.5.15 and 0.5.16.
-VLLM_SEQS, VLLM_UTILIZATION, SGLANG_STATIC = 1024, 0.9, 0.85
-#: SGLang: slots of state per running request (radix cache, extra buffer, overlap), state share of the pool.
-SGLANG_SLOTS, SGLANG_STATE_SHARE = 5, 0.9 / 1.9
+#: Defaults of the published vLLM versions (0.17) on GPUs of 70 GiB or more.
+VLLM_SEQS, VLLM_UTILIZATION = 1024, 0.9
+#: SGLang cuts prompts at 8,192 tokens, on GPUs from this memory on at 16,384 (`srt/server_args.py`).
+SGLANG_LARGE_BYTES, SGLANG_LARGE_CHUNK = 160 << 30, 16384
 SPARE_TOKENS = 64
 LINK_BYTES_PER_S = 225e9
 SEED = 0
 
 
-def level_of_row(row: Row) -> Level:
-    """The level of a usable row."""
+def level_of_row(row: Row, changes: Mapping[str, Any] | None = None) -> Level:
+    """The level of a usable row; `changes` take the place of engine settings."""
     means = lengths(row)
     assert means is not None  # usable rows have lengths
-    scenario = _scenario(row, means)
+    scenario = _scenario(row, means, changes or {})
     prompts, outputs = _requests(row, scenario, means)
     longest = int(np.argmax(prompts.astype(np.int64) + outputs))
     engine = scenario.engine
     if row["max_model_len"] is None:
         needed = int(prompts[longest]) + int(outputs[longest]) + SPARE_TOKENS
-        engine = engine.model_copy(update={"max_model_len": needed})
+        context = "context_length" if isinstance(engine, SglangSettings) else "max_model_len"
+        engine = engine.model_copy(update={context: needed})
     workload = scenario.workload.model_copy(
         update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
     )
@@ -84,7 +86,7 @@ def _is_tabulated(model: str, gpu: str, tp: int) -> bool:
     return True
 
 
-def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
+def _scenario(row: Row, means: tuple[float, float], changes: Mapping[str, Any]) -> Scenario:
     drafts = int(row["spec_k"] or 0)
     speculation: dict[str, Any] = {"state_method": "storeall" if drafts else "recurrent", "tree": f"chain:{drafts}"}
     if drafts and row["accept_len"]:
@@ -94,16 +96,13 @@ def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
     if paced is None:
         pace = {"arrivals": "closed-loop", "max_concurrency": int(row["max_concurrency"])}
     chat = "sharegpt" in str(row["dataset"]).lower()
-    engine: dict[str, Any] = {"weight_dtype": WEIGHTS[row["quant"]], "max_num_seqs": VLLM_SEQS, **_limits(row)}
-    engine |= {"gpu_memory_utilization": VLLM_UTILIZATION}
-    engine |= {"kv_cache_dtype": "fp8"} if "--kv-cache-dtype=fp8" in str(row["flags"]) else {}
     return Scenario.model_validate(
         {
             "name": row["id"],
             "model": row["model"],
             "gpu": row["gpu"].lower(),
             "tensor_parallel_size": int(row["tp"]),
-            "engine": engine,
+            "engine": {**_SETTINGS[row["engine"]](row), **changes},
             "speculation": speculation,
             "workload": {
                 "num_requests": count,
@@ -111,38 +110,38 @@ def _scenario(row: Row, means: tuple[float, float]) -> Scenario:
                 **pace,
             },
             "seed": SEED,
-            **ENGINE_MODELS[row["engine"]],
         }
     )
 
 
-def _limits(row: Row) -> dict[str, Any]:
-    """The engine's limits as far as the row states them; for SGLang what its pool of states lets run."""
-    found = {"max_num_seqs": row["max_num_seqs"], "max_num_batched_tokens": row["max_batched_tokens"]}
-    limits = {name: int(value) for name, value in found.items() if value}
-    if row["max_model_len"]:
-        limits["max_model_len"] = int(row["max_model_len"])
-    if row["engine"] == "SGLang":
-        limits["max_num_seqs"] = min(limits.get("max_num_seqs", VLLM_SEQS), sglang_running(row))
-    return limits
+def _vllm(row: Row) -> dict[str, Any]:
+    """vLLM's settings, as far as the row states them, and the defaults of its version."""
+    stated = {"max_num_seqs": row["max_num_seqs"], "max_num_batched_tokens": row["max_batched_tokens"]}
+    stated["max_model_len"] = row["max_model_len"]
+    settings: dict[str, Any] = {"max_num_seqs": VLLM_SEQS, "gpu_memory_utilization": VLLM_UTILIZATION}
+    settings |= {name: int(value) for name, value in stated.items() if value}
+    settings |= {"kv_cache_dtype": "fp8"} if "--kv-cache-dtype=fp8" in str(row["flags"]) else {}
+    if row["prefix_cache"]:
+        settings["enable_prefix_caching"] = True
+    return {**settings, "weight_dtype": WEIGHTS[row["quant"]]}
 
 
-def sglang_running(row: Row) -> int:
-    """Most requests that SGLang's pool of states lets run at once, by its own arithmetic and default settings.
+def _sglang(row: Row) -> dict[str, Any]:
+    """SGLang's settings, as far as the row states them; the radix cache reserves its slots unless it is off."""
+    settings: dict[str, Any] = {"name": "sglang", "weight_dtype": WEIGHTS[row["quant"]]}
+    stated = {"max_running_requests": row["max_num_seqs"], "context_length": row["max_model_len"]}
+    settings |= {name: int(value) for name, value in stated.items() if value}
+    if row["max_batched_tokens"]:
+        settings["chunked_prefill_size"] = int(row["max_batched_tokens"])
+    elif load_system(row["gpu"].lower()).memory_capacity_bytes >= SGLANG_LARGE_BYTES:
+        settings["chunked_prefill_size"] = SGLANG_LARGE_CHUNK
+    if row["prefix_cache"] == 0:
+        settings["mamba_radix_cache_strategy"] = "none"
+    return settings
 
-    `rest` is what the static share of memory leaves beside the weights; states get `SGLANG_STATE_SHARE` of it,
-    `SGLANG_SLOTS` slots per running request, and with a chain of D - 1 drafts D further states per running request.
-    """
-    shape, tp, drafts = load_shape(row["model"]), int(row["tp"]), int(row["spec_k"] or 0)
-    total = load_system(row["gpu"]).memory_capacity_bytes
-    weights = shape.weight_bytes(WEIGHTS[row["quant"]], tp)
-    weights += shape.drafting_weight_bytes(WEIGHTS[row["quant"]], tp) if drafts else 0
-    layer = shape.state_bytes_layer(shape.mamba_ssm_dtype, tp) + shape.conv_bytes_layer(tp)
-    per_request = shape.num_linear_layers * layer
-    budget = (SGLANG_STATIC * total - weights) * SGLANG_STATE_SHARE
-    rows = drafts + 1 if drafts else 0
-    slots = (budget - per_request * (1 + rows)) // (per_request * (1 + rows / SGLANG_SLOTS))
-    return max(int(slots) // SGLANG_SLOTS, 1)
+
+#: The section `engine` of a row's scenario, by engine.
+_SETTINGS: dict[str, Callable[[Row], dict[str, Any]]] = {"vLLM": _vllm, "SGLang": _sglang}
 
 
 def _requests(row: Row, scenario: Scenario, means: tuple[float, float]) -> tuple[Any, Any]:

@@ -14,10 +14,8 @@ from lab.profiles.system import GPU_NAMES
 
 Row = Mapping[str, Any]
 
-#: The engine model that stands for each engine: the one place to change when an engine gets a model of its own.
-ENGINE_MODELS: dict[str, dict[str, Any]] = {"vLLM": {}, "SGLang": {}}
-#: Engines whose memory pool is another engine's here.
-STAND_INS = frozenset({"SGLang"})
+#: Engines that the simulator has; `reports.serving_levels` sets each up from a row.
+ENGINES = frozenset({"vLLM", "SGLang"})
 WEIGHTS = {"BF16": "bf16", "FP8": "fp8_block128"}
 #: Rates from here on only mean "all at once".
 UNPACED = 1000.0
@@ -63,7 +61,7 @@ def why_not(row: Row) -> str | None:
         return "not a hybrid"
     if str(row["gpu"]).lower() not in GPU_NAMES:
         return "GPU without rates of its own here (B300, GB300, H20, or not stated)"
-    if row["engine"] not in ENGINE_MODELS:
+    if row["engine"] not in ENGINES:
         return "engine not labelled"
     if row["model"] not in model_names():
         return "model whose shape is not shipped"

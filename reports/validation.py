@@ -23,6 +23,7 @@ import polars as pl
 from lab.data import read_csv
 from lab.profiles.kernels import interpolation_errors, load_profile
 from reports import evidence, replay, serving
+from reports.serving_causes import what_ifs
 from simulator.scenario import Scenario
 from simulator.sweep import run_sweep
 
@@ -155,6 +156,7 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
     )
     environment.filters["percent"] = lambda share, digits=1: f"{100 * share:.{digits}f} %"
     table = table_4(summary)
+    predicted = serving.page(jobs) if serving_part else None
     page = environment.get_template("validation.md.j2").render(
         table_3=table_3(summary),
         table_4=table,
@@ -180,7 +182,8 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
         },
         replays=replay.replays(),
         replay_gpu=replay.RTX_PRO_6000,
-        serving=serving.page(jobs) if serving_part else None,
+        serving=predicted,
+        what_ifs=list(what_ifs(predicted["results"])) if predicted else [],
         requests_per_client=REQUESTS_PER_CLIENT,
         fewest_requests=FEWEST_REQUESTS,
     )

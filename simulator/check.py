@@ -16,6 +16,7 @@ from simulator.scenario import Scenario
 from simulator.settings import EngineSettings
 from simulator.sglang import cell as sglang
 from simulator.sglang.ledger import SglangLedger
+from simulator.stepcost import DEFAULT_ROUTING
 from simulator.workload import length_limits, request_blocks
 
 
@@ -40,6 +41,11 @@ class CheckedCell:
         """How tables call the tree: the scenario's text, or `none` when nothing is drafted."""
         return self.scenario.speculation.tree if self.tree.num_drafts else "none"
 
+    @property
+    def moe_routing(self) -> str:
+        """How rows choose experts; empty for a dense model."""
+        return (self.scenario.moe_routing or DEFAULT_ROUTING) if self.shape.is_moe else ""
+
 
 def check(scenario: Scenario) -> CheckedCell:
     """Check a scenario without building its tables.
@@ -49,6 +55,11 @@ def check(scenario: Scenario) -> CheckedCell:
     shape = load_shape(scenario.model)
     method = get_method(scenario.speculation.state_method)
     tree = parse_tree(scenario.speculation.tree)
+    if scenario.moe_routing is not None and not shape.is_moe:
+        raise InfeasibleError(
+            f"moe_routing = {scenario.moe_routing}: {shape.name} is dense and routes no rows to experts; "
+            "leave moe_routing out or name a model with experts"
+        )
     engine, ledger = _engine(scenario, shape, method, tree)
     request_blocks(scenario.workload, scenario.seed)  # its own checks
     settings = scenario.speculation.acceptance
@@ -78,7 +89,7 @@ def _engine(
     if not isinstance(engine, EngineSettings):
         longest = length_limits(scenario.workload)
         pools = sglang.checked_ledger(shape, gpu, tp, engine, method, tree, longest)
-        return sglang.vllm_settings(pools), pools
+        return sglang.vllm_settings(pools, gpu, tp), pools
     ledger = build_ledger(shape, gpu, tp, engine, method, tree)
     ledger.check_num_seqs(engine.num_seqs)
     ledger.check_fits()

@@ -22,6 +22,7 @@ class CostTables(NamedTuple):
     carries `batch_count[i]` prompts of `batch_len[j]` tokens. `limits`: the largest rows, prompt length, decoding
     requests, chunk, rows with logits and drafting requests inside the measured points. `copy_us[n]` and
     `publish_us[n]`: copying the states of n requests to another block, and making those of n requests fit to be cached.
+    `launch_us[R]`: how long a step of R rows without prompts lasts at least, its kernels being launched one by one.
     """
 
     rows_us: Floats
@@ -41,6 +42,7 @@ class CostTables(NamedTuple):
     limits: Floats
     copy_us: Floats = np.zeros(1)
     publish_us: Floats = np.zeros(1)
+    launch_us: Floats = np.zeros(1)
 
 
 @njit(inline="always")
@@ -92,6 +94,15 @@ def boundary_us(tables: CostTables, copied: int, published: int) -> float:
     copying: float = tables.copy_us[min(copied, len(tables.copy_us) - 1)]
     publishing: float = tables.publish_us[min(published, len(tables.publish_us) - 1)]
     return copying + publishing
+
+
+@njit(inline="always")
+def launch_wait_us(tables: CostTables, rows: int, prompt_tokens: int, gpu_us: float) -> float:
+    """How long a step without prompts waits for the launches of its kernels, beyond the GPU's own time."""
+    if prompt_tokens > 0:
+        return 0.0
+    wait: float = max(tables.launch_us[min(rows, len(tables.launch_us) - 1)] - gpu_us, 0.0)
+    return wait
 
 
 @njit()

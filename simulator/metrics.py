@@ -16,6 +16,9 @@ import polars as pl
 
 from simulator.distribution import Distribution, Sample
 
+#: Terms of a step that are GPU time, as records of steps name them; the rest of its length is the host's.
+GPU_TERMS = ("rows", "head", "state", "attention", "prefill", "draft")
+
 
 def request_metrics(parts: Sequence[Path], warmup: int = 0) -> dict[str, float]:
     """Counts, totals, throughput, TTFT, TPOT, E2EL and time in the engine's queue of finished requests.
@@ -44,6 +47,26 @@ def request_metrics(parts: Sequence[Path], warmup: int = 0) -> dict[str, float]:
         "output_throughput": rate(tokens_out),
         "total_token_throughput": rate(tokens_in + tokens_out),
         **_spreads(("ttft_ms", "tpot_ms", "e2el_ms", "queue_ms"), lambda: map(_times_ms, _counted(parts, warmup))),
+    }
+
+
+def step_metrics(parts: Sequence[Path]) -> dict[str, float]:
+    """Mean length of a step in ms, and the share of all steps' time that each term takes; the shares add up to 1.
+
+    `host_share` is what is left when the GPU's terms are taken away: host time that no GPU time hides.
+    """
+    columns = [f"{term}_us" for term in GPU_TERMS]
+    steps, total_us = 0, 0.0
+    terms_us = np.zeros(len(columns))
+    for frame in _frames(parts, ["duration_us", *columns]):
+        steps += len(frame)
+        total_us += float(frame["duration_us"].sum())
+        terms_us += [float(frame[name].cast(pl.Float64).sum()) for name in columns]
+    shares = terms_us / total_us if total_us else np.full(len(columns), np.nan)
+    return {
+        "mean_step_ms": total_us / steps / 1e3 if steps else float("nan"),
+        **{f"{term}_share": float(share) for term, share in zip(GPU_TERMS, shares, strict=True)},
+        "host_share": float(np.maximum(1.0 - shares.sum(), 0.0)),
     }
 
 

@@ -14,14 +14,14 @@ from simulator.check import CheckedCell
 from simulator.engine import Client, Engine, EngineConfig
 from simulator.gputime import with_gpu_time
 from simulator.ledger import Ledger
-from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
+from simulator.metrics import gap_metrics, mean_queue_s, request_metrics, step_metrics
 from simulator.records import PartWriter
 from simulator.requests import RequestBlock
 from simulator.sampling import build_tables
 from simulator.scenario import Scenario
 from simulator.sglang import cell as sglang
 from simulator.sglang.ledger import SglangLedger
-from simulator.stepcost import StepCost, build_step_cost
+from simulator.stepcost import DEFAULT_ROUTING, StepCost, build_step_cost
 from simulator.workload import request_blocks
 
 #: A run is memory bound when the queue's head lacked blocks in more than this share of its steps, or on preemption.
@@ -38,6 +38,7 @@ def step_cost(cell: CheckedCell) -> StepCost:
         cell.method,
         cell.tree,
         rows_committed=cell.acceptance_length,
+        routing=cell.moe_routing or DEFAULT_ROUTING,
     )
     return with_gpu_time(tables, cell.scenario.gpu_time)
 
@@ -63,7 +64,7 @@ def simulate(cell: CheckedCell, costs: StepCost, folder: Path) -> dict[str, Any]
         **{name: value for name, value in requests.items() if name.endswith(("e2el_ms", "queue_ms"))},
         **_speculation(cell.tree, rounds, engine.accepted_at, later_tokens),
         "num_steps": steps,
-        "mean_step_ms": float(state["busy_s"]) / steps * 1e3 if steps else float("nan"),
+        **step_metrics(writer.parts("steps")),
         "peak_running": peak_running,
         "mean_running": float(state["running_integral"]) / span_s,
         "peak_waiting": int(state["peak_waiting"]),
@@ -190,6 +191,7 @@ def identity(cell: CheckedCell) -> dict[str, Any]:
         "gpu": scenario.gpu,
         "tensor_parallel_size": scenario.tensor_parallel_size,
         "weight_dtype": engine.weight_dtype,
+        "moe_routing": cell.moe_routing,
         "kv_cache_dtype": engine.kv_dtype,
         "state_dtype": engine.state_dtype(cell.shape.mamba_ssm_dtype),
         "state_method": cell.method.name,

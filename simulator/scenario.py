@@ -22,6 +22,7 @@ from simulator.settings import (
     EngineSettings,
     GpuTimeSettings,
     HostSettings,
+    Routing,
     Section,
     SpeculationSettings,
     WorkloadSettings,
@@ -36,6 +37,7 @@ SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("gpu",),
     ("tensor_parallel_size",),
+    ("moe_routing",),
     ("engine", "gpu_memory_utilization"),
     ("engine", "max_model_len"),
     ("engine", "max_num_seqs"),
@@ -65,6 +67,8 @@ SWEEP_FIELDS: tuple[tuple[str, ...], ...] = (
     ("speculation", "state_method"),
     ("seed",),
 )
+#: Fields that are lists themselves.
+LIST_FIELDS = (("engine", "cudagraph_capture_sizes"), ("engine", "cuda_graph_bs"))
 
 
 def _engine_name(raw: Any) -> str:
@@ -76,13 +80,16 @@ def _engine_name(raw: Any) -> str:
 class Scenario(Section):
     """One simulated service: everything a run depends on. The engine is vLLM, or SGLang with `name: sglang`.
 
-    `calibration` names a file of `treewy calibrate`, whose constants are in `host` and `gpu_time` when it is read.
+    `moe_routing` says how evenly rows choose experts (`power_law_1.2` by default): skewed by a power law, or
+    `balanced`, which touches as many experts as possible. A dense model takes none. `calibration` names a file of
+    `treewy calibrate`, whose constants are in `host` and `gpu_time` when it is read.
     """
 
     name: str = "scenario"
     model: str
     gpu: str = "h200"
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    moe_routing: Routing | None = None
     engine: Annotated[
         Annotated[EngineSettings, Tag("vllm")] | Annotated[SglangSettings, Tag("sglang")], Discriminator(_engine_name)
     ] = EngineSettings()
@@ -197,12 +204,12 @@ def _validate(raw: Mapping[str, Any]) -> Scenario:
 
 
 def _refuse_other_lists(raw: Mapping[str, Any], path: tuple[str, ...] = ()) -> None:
-    """Lists make a sweep in `SWEEP_FIELDS` only; elsewhere they are a mistake, save for the tables of acceptance."""
+    """Lists make a sweep in `SWEEP_FIELDS` only; else they are a mistake, save for `LIST_FIELDS` and acceptance."""
     for key, value in raw.items():
         place = (*path, str(key))
         if isinstance(value, Mapping):
             _refuse_other_lists(value, place)
-        elif isinstance(value, list) and "acceptance" not in path:
+        elif isinstance(value, list) and "acceptance" not in path and place not in LIST_FIELDS:
             allowed = ", ".join(".".join(field) for field in SWEEP_FIELDS)
             raise UsageError(f"{'.'.join(place)} = {value}: a list makes a sweep only in {allowed}")
 

@@ -15,6 +15,8 @@ Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Share = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Routing = Literal["power_law_1.2", "power_law_1.01", "balanced"]
+GraphSizes = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(max_length=4096)]
 Gibibytes = Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)]
 
 
@@ -40,8 +42,9 @@ class EngineSettings(Section):
     `scheduler_reserve_full_isl`: a prompt is admitted only when all of it fits, not its first chunk. `watermark`: share
     of the blocks that an admission beside other requests leaves free. `async_scheduling`: steps are scheduled one
     ahead, so that host time overlaps the GPU's and a finished request occupies one step more.
-    `reserve_speculative_blocks`: the blocks of speculative states are set aside once for `max_num_seqs` requests
-    (proposed in vLLM pull 57261).
+    `cudagraph_capture_sizes`: rows that steps are padded to (`simulator.cudagraphs` holds the default; an empty list
+    runs without CUDA graphs). `reserve_speculative_blocks`: the blocks of speculative states are set aside once for
+    `max_num_seqs` requests (proposed in vLLM pull 57261).
     """
 
     name: Literal["vllm"] = "vllm"
@@ -58,6 +61,7 @@ class EngineSettings(Section):
     scheduler_reserve_full_isl: bool = True
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     async_scheduling: bool = False
+    cudagraph_capture_sizes: GraphSizes | None = None
     reserve_speculative_blocks: bool = False
     weight_dtype: Literal["bf16", "fp8_tensor", "fp8_block128"] = "bf16"
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
@@ -79,8 +83,9 @@ class EngineSettings(Section):
 
     @property
     def options(self) -> str:
-        """Settings without a column of their own in summary.csv; vLLM's are in run.json alone."""
-        return ""
+        """Sizes of CUDA graphs that were given; other settings without a column are in run.json alone."""
+        sizes = self.cudagraph_capture_sizes
+        return "" if sizes is None else f"cudagraph_capture_sizes {list(sizes)}"
 
     @property
     def kv_dtype(self) -> str:

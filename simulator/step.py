@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, prefill_us
+from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, launch_wait_us, prefill_us
 from simulator.enginestate import FORESEEN, UNFORESEEN, Queues, num_tokens
 from simulator.jit import njit
 from simulator.prefixcache import publish_decoded
@@ -19,7 +19,8 @@ from simulator.scheduler import retire, retire_done, schedule
 from simulator.sglang.scheduler import schedule_sglang
 from simulator.waitqueue import next_send_s, set_timer
 
-#: One engine step. Times of the terms are µs; `regular_gaps` counts requests that emitted in the previous step too.
+#: One engine step. Times of the terms are µs, `rows_us` with the wait for launches outside CUDA graphs; `regular_gaps`
+#: counts requests that emitted in the previous step too.
 STEP = np.dtype(
     [
         ("start_s", "f8"),
@@ -180,7 +181,9 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
         + cost.draft_us[drafting]
         + step.attention_us
     )
-    step.duration_us += step.host_us
+    wait = launch_wait_us(cost, rows, prefill_tokens, step.duration_us)
+    step.rows_us += wait
+    step.duration_us += wait + step.host_us
     step.used_blocks = settings.num_blocks - state.free_blocks
     step.running = state.num_running
     step.waiting = state.num_waiting

@@ -19,7 +19,8 @@ from lab.profiles.operators import MOE_ESTIMATED, OperatorTables, UncoveredShape
 from lab.shapes import ModelShape
 from lab.trees import DraftTree
 from simulator.attentioncost import AttentionHeads, decode_attention_cost, prefill_attention_cost
-from simulator.costtables import CostTables, attention_us, batching_shares, prefill_us
+from simulator.costtables import CostTables, attention_us, batching_shares, launch_wait_us, prefill_us
+from simulator.cudagraphs import captured_graphs
 from simulator.draftcost import draft_cost
 from simulator.promptcost import prompt_batching
 from simulator.rowcost import IndexedCost, head_cost, row_cost
@@ -74,8 +75,10 @@ def build_step_cost(
         kv_dtype = "fp8" if engine.kv_cache_dtype == "fp8" else "bf16"
         logit_rows = engine.max_num_seqs * tree.num_rows
         max_rows = max(engine.max_num_batched_tokens, logit_rows)
-        rows = row_cost(shape, tables.gpu, tp, engine.weight_dtype, routing, max_rows)
-        head = head_cost(shape, tables.gpu, tp, logit_rows)
+        graphs = captured_graphs(engine, tree.num_rows)
+        most_rows, most_logits = (int(graphs.padded(count)[-1]) for count in (max_rows, logit_rows))
+        rows = row_cost(shape, tables.gpu, tp, engine.weight_dtype, routing, most_rows)
+        head = head_cost(shape, tables.gpu, tp, most_logits)
         measured = measured_step(gpu, kernels, heads, method, tree, engine.max_num_seqs)
         state = state_cost(shape, kernels, heads, method, tree, rows_committed, engine.max_num_seqs, measured)
         draft = draft_cost(
@@ -102,8 +105,8 @@ def build_step_cost(
     limits = (part.measured for part in (rows, prefill, state, chunk, head, draft))
     return StepCost(
         CostTables(
-            rows_us=rows.latency_us.copy(),
-            head_us=head.latency_us.copy(),
+            rows_us=graphs.priced(rows, max_rows),
+            head_us=graphs.priced(head, logit_rows),
             state_us=state.latency_us,
             draft_us=draft.latency_us.copy(),
             attn_batch=attention.batches.copy(),
@@ -119,8 +122,9 @@ def build_step_cost(
             limits=np.array(list(limits), dtype=np.float64),
             copy_us=copy_us,
             publish_us=publish_us,
+            launch_us=graphs.launch_us(max_rows, len(shape.layer_types)),
         ),
-        _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured, attention.source),
+        _sources(shape, tables, tp, engine, method, tree, heads, kernels, draft, measured, attention.source, routing),
         tables.gpu,
         tree.num_rows,
     )
@@ -138,6 +142,7 @@ def _sources(
     drafting: IndexedCost,
     measured_state: MeasuredStep | None,
     verified: str,
+    routing: str,
 ) -> dict[str, str]:
     """For each term of a step: measured or modelled, and how."""
     rows = "measured: matrix products, experts and all-reduce by operator tables; element-wise kernels by bytes"
@@ -146,6 +151,10 @@ def _sources(
         rows = f"modelled: experts estimated from {like} (hidden/width/top-k/experts); the rest measured"
     elif shape.is_moe and engine.weight_dtype == "fp8_tensor" and tables.gpu != "b200":
         rows += "; fp8_tensor experts are slower than bf16 ones on this GPU and do not stand for fp8_block128"
+    graphs = "none is captured" if engine.cudagraph_capture_sizes == () else "padded to the captured ones"
+    rows += f"; CUDA graphs: {graphs}"
+    if shape.is_moe:
+        rows += f"; routing {routing}"
     if engine.weight_dtype != "bf16" and _slower_than_bf16(shape, tables.gpu, tp, engine.weight_dtype):
         rows += f"; the {engine.weight_dtype} rows of this GPU are slower than the bf16 ones at few rows"
     stand_in = f"; heads {kernels.key_heads}/{kernels.value_heads} stand in, scaled by bytes"
@@ -204,8 +213,8 @@ def step_breakdown(
     """Microseconds of one step: rows, head, state, attention, prefill_attention, prefill_state, draft.
 
     `prefill` lists (tokens done, tokens in this step) of every prompt; `finishing_prompts` of them need
-    logits (all by default). The step's GPU time is the sum. Raises `UsageError` when the step is larger than
-    the tables.
+    logits (all by default). The step's GPU time is the sum; `rows` holds the wait for launches outside CUDA
+    graphs. Raises `UsageError` when the step is larger than the tables.
     """
     tables = cost.tables
     finishing = len(prefill) if finishing_prompts is None else finishing_prompts
@@ -223,7 +232,7 @@ def step_breakdown(
     tokens = sum(chunk for _, chunk in prefill)
     count = max(len(prefill), 1)
     shares = batching_shares(tables, len(prefill), (tokens + sum(done for done, _ in prefill)) / count, tokens / count)
-    return {
+    terms = {
         "rows": float(tables.rows_us[rows]),
         "head": float(tables.head_us[logits]),
         "state": float(tables.state_us[decode_requests]),
@@ -232,3 +241,5 @@ def step_breakdown(
         "prefill_state": shares[1] * sum(state for _, state, _ in chunks),
         "draft": float(tables.draft_us[min(decode_requests + finishing, len(tables.draft_us) - 1)]),
     }
+    terms["rows"] += launch_wait_us(tables, rows, tokens, sum(terms.values()))
+    return terms

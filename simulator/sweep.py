@@ -93,7 +93,7 @@ def _check_fitting(cell: Scenario, lower: bool) -> CheckedCell:
 def _table_key(cell: CheckedCell) -> tuple[str, ...]:
     """All that decides whether the operator tables cover a cell."""
     fields = identity(cell)
-    names = ("model", "gpu", "tensor_parallel_size", "weight_dtype", "kv_cache_dtype", "state_dtype")
+    names = ("model", "gpu", "tensor_parallel_size", "weight_dtype", "moe_routing", "kv_cache_dtype", "state_dtype")
     return tuple(str(fields[name]) for name in names)
 
 

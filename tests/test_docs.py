@@ -130,3 +130,11 @@ def test_the_validation_page_counts_every_published_row() -> None:
         assert f"| {reason} | {count} |" in page
     predicted, fitted = (sum(len(halves(group)[half]) for group in groups().values()) for half in (1, 0))
     assert f"**{predicted} rows predicted, {fitted} used for fits**" in page
+
+
+def test_the_readme_quotes_the_validation_pages_errors_of_sglang() -> None:
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"\| SGLang \| ([\d.]+) % \(\d+\) \| ([\d.]+) % .*\| ([\d.]+) % \(\d+\) \|\n", page)
+    throughput, tpot, ttft = (round(float(error)) for error in row)
+    quoted = f"off by {throughput} % in output throughput, {tpot} % in TPOT and {ttft} % in TTFT"
+    assert quoted in " ".join(README.split())

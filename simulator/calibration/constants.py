@@ -7,7 +7,6 @@
 | `gpu_time.decode_factor` | GPU time of memory-bound steps over that of the operator tables |
 | `gpu_time.prompt_factor` | GPU time that prompts add over that of the operator tables |
 | `acceptance` | chance that a drafted token is accepted once those before it were; only where no result tells |
-| `memory.running_share` | running requests over those the memory arithmetic allows; only where the pool is a stand-in |
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ CONSTANTS: dict[str, Constant] = {
         Constant("gpu_time.decode_factor", 1.0, 0.25, least=1e-2),
         Constant("gpu_time.prompt_factor", 1.0, 0.25, least=1e-2),
         Constant("acceptance", 0.75, 1.0, is_chance=True),
-        Constant("memory.running_share", 1.0, 0.3, least=1e-2),
     )
 }
 #: What `treewy calibrate --fit` fits unless told otherwise.

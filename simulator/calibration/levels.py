@@ -20,7 +20,7 @@ from simulator.gputime import with_gpu_time
 from simulator.requests import PrefixIds, RequestBlock
 from simulator.run import step_cost
 from simulator.scenario import Scenario, expand
-from simulator.settings import EngineSettings, GpuTimeSettings
+from simulator.settings import GpuTimeSettings
 from simulator.stepcost import StepCost
 from simulator.workload import request_blocks
 
@@ -62,8 +62,6 @@ class Level:
         cell = self.cell
         if "acceptance" in values and cell.tree.num_drafts and not self.acceptance_known:
             cell = _with_acceptance(cell, values["acceptance"])
-        if "memory.running_share" in values:
-            cell = _with_running_share(cell, values["memory.running_share"])
         scenario = cell.scenario
         host = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("host.")}
         gpu = {name.partition(".")[2]: value for name, value in values.items() if name.startswith("gpu_time.")}
@@ -108,16 +106,6 @@ def _with_acceptance(cell: CheckedCell, chance: float) -> CheckedCell:
         concentration=settings.concentration,
     )
     return replace(cell, acceptance=model, acceptance_length=model.served_acceptance_length(cell.tree))
-
-
-def _with_running_share(cell: CheckedCell, share: float) -> CheckedCell:
-    """The cell with that share of the requests that its memory lets run."""
-    engine = cell.scenario.engine
-    if not isinstance(engine, EngineSettings):
-        raise UsageError("constant memory.running_share: for SGLang set engine.max_running_requests instead")
-    limit = min(max(round(share * engine.num_seqs), 1), engine.max_num_seqs)
-    limited = engine.model_copy(update={"running_limit": limit})
-    return replace(cell, engine=limited, scenario=cell.scenario.model_copy(update={"engine": limited}))
 
 
 def level_of(raw: Mapping[str, Any], result: EngineResult) -> Level:

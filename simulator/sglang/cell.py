@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lab.methods.base import StateMethod
+from lab.profiles.system import load_system
 from lab.shapes import ModelShape
 from lab.trees import DraftTree
 from lab.units import GIB
+from simulator.cudagraphs import sglang_sizes
 from simulator.engine import EngineConfig
 from simulator.settings import EngineSettings
 from simulator.sglang.config import SglangConfig
@@ -31,15 +33,17 @@ def checked_ledger(
     return ledger
 
 
-def vllm_settings(ledger: SglangLedger) -> EngineSettings:
+def vllm_settings(ledger: SglangLedger, gpu: str, tp: int) -> EngineSettings:
     """Settings by vLLM's names, for the cost of steps and the columns of summary.csv."""
     settings = ledger.settings
+    memory_bytes = load_system(gpu).memory_capacity_bytes
     return EngineSettings(
         gpu_memory_utilization=settings.mem_fraction_static,
         max_model_len=settings.context_length,
         max_num_seqs=ledger.pools.max_running_requests,
         max_num_batched_tokens=settings.step_tokens,
         async_scheduling=ledger.overlap_schedule,
+        cudagraph_capture_sizes=sglang_sizes(settings.cuda_graph_bs, ledger.layout.rows, tp, memory_bytes),
         weight_dtype=settings.weight_dtype,
         kv_cache_dtype="fp8" if settings.kv_dtype.startswith("fp8") else "bfloat16",
         mamba_ssm_cache_dtype=settings.mamba_ssm_dtype,

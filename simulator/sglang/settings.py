@@ -21,6 +21,7 @@ VLLM_NAMES = {
     "num_gpu_blocks_override": "max_total_tokens",
     "kv_cache_memory_bytes": "max_total_tokens",
     "block_size": "page_size",
+    "cudagraph_capture_sizes": "cuda_graph_bs (requests)",
 }
 
 #: Running requests by default when drafts are made, and the bounds of the default otherwise.
@@ -29,6 +30,7 @@ DEFAULT_RUNNING = (2048, 4096)
 #: Output tokens that admission expects of a request at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`).
 CLIP_NEW_TOKENS = 4096
 
+GraphRequests = Annotated[tuple[Requests, ...], Field(max_length=4096)]
 Strategy = Literal["auto", "none", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
 
 
@@ -40,7 +42,9 @@ class SglangSettings(Section):
     admission has to expect; without a number each asks for what it gets, as benchmark clients do.
     `mamba_radix_cache_strategy` `none` stands for `--disable-radix-cache`, `auto` is `extra_buffer`, and `no_buffer`
     for the state method `replayssm`. SGLang derives `mem_fraction_static` from the GPU where it is not given; here it
-    is 0.85. `runtime_and_activations_gib` takes the place of the estimate of what has to fit in the rest of the memory.
+    is 0.85. `cuda_graph_bs`: numbers of requests that CUDA graphs are captured for (an empty list is
+    `--disable-cuda-graph`). `runtime_and_activations_gib` takes the place of the estimate of what has to fit in the
+    rest of the memory.
     """
 
     name: Literal["sglang"] = "sglang"
@@ -54,6 +58,7 @@ class SglangSettings(Section):
     enable_mixed_chunk: bool = False
     schedule_conservativeness: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     disable_overlap_schedule: bool = False
+    cuda_graph_bs: GraphRequests | None = None
     page_size: Annotated[int, Field(ge=1, le=4096)] = 1
     mamba_radix_cache_strategy: Strategy = "auto"
     mamba_full_memory_ratio: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 0.9

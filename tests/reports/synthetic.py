@@ -23,6 +23,7 @@ COLUMNS = [
     "gpu",
     "tensor_parallel_size",
     "weight_dtype",
+    "moe_routing",
     "kv_cache_dtype",
     "state_dtype",
     "state_method",
@@ -82,6 +83,13 @@ COLUMNS = [
     "tokens_per_round",
     "num_steps",
     "mean_step_ms",
+    "rows_share",
+    "head_share",
+    "state_share",
+    "attention_share",
+    "prefill_share",
+    "draft_share",
+    "host_share",
     "peak_running",
     "mean_running",
     "peak_waiting",
@@ -141,6 +149,13 @@ def step_ms(method: str, rows: int, running: float) -> float:
     return 6.4 + 0.25 * math.sqrt(rows * running) + 0.018 * rows * running + state[method] * running
 
 
+def term_shares(step: float, rows: int) -> dict[str, float]:
+    """Shares of a step's terms: 2 ms of the host, and of the rest the same parts, drafting only with drafts."""
+    parts = {"rows": 6.0, "head": 0.4, "state": 2.0, "attention": 1.2, "prefill": 0.3, "draft": 0.8 * (rows > 1)}
+    gpu = (1 - 2 / step) / sum(parts.values())
+    return {**{term: gpu * part for term, part in parts.items()}, "host": 2 / step}
+
+
 def row(cell: int, method: str, tree: str, budget: float, load: float, /, **settings: Any) -> dict[str, Any]:
     """One row of summary.csv; `settings` override any column."""
     rows, accepted = TREES[tree]
@@ -150,6 +165,7 @@ def row(cell: int, method: str, tree: str, budget: float, load: float, /, **sett
     running = max(min(offered, pool / held_gib(method, rows)), 0.4)
     bound = running < offered
     step = step_ms(method, rows, running)
+    shares = term_shares(step, rows)
     output = 0.86 * running * accepted / step * 1000
     if by_rate:
         output = min(output, load * 1100)
@@ -163,6 +179,7 @@ def row(cell: int, method: str, tree: str, budget: float, load: float, /, **sett
         "gpu": "h200",
         "tensor_parallel_size": 1,
         "weight_dtype": "bf16",
+        "moe_routing": "power_law_1.2",
         "kv_cache_dtype": "bfloat16",
         "state_dtype": "float32",
         "state_method": method,
@@ -191,6 +208,7 @@ def row(cell: int, method: str, tree: str, budget: float, load: float, /, **sett
         "per_position_acceptance_rates": "0.8000;0.7000;0.6000",
         "tokens_per_round": 0.99 * accepted,
         "mean_step_ms": step,
+        **{f"{term}_share": share for term, share in shares.items()},
         "peak_running": math.ceil(running),
         "mean_running": 0.95 * running,
         "num_gpu_blocks": int(pool * GIB / BLOCK),

@@ -18,7 +18,7 @@ DESK, PHONE = (1280, 900, False), (390, 844, True)
 #: Points of a chart that can be seen.
 MARKS = ".mark-symbol path[stroke][aria-roledescription]"
 #: Charts per report.
-CHARTS = {"full": 16, "single": 5, "empty": 0, "rate": 16, "several": 32}
+CHARTS = {"full": 19, "single": 6, "empty": 0, "rate": 19, "several": 38}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,24 @@ def test_the_budget_control_moves_the_ledger(page: Page, reports: dict[str, Path
     before = page.evaluate(path)
     page.evaluate("document.querySelector('input[value=\"0.6\"]').click(); new Promise(r => setTimeout(r, 300))")
     assert page.evaluate(path) != before
+    assert page.problems == []
+
+
+def test_step_bars_hold_every_term_of_every_configuration(page: Page, reports: dict[str, Path]) -> None:
+    page.open(reports["full"], *DESK)
+    panel = "document.querySelectorAll('[data-figure=steps]')[2].querySelectorAll('svg .mark-rect path')"
+    configurations = 3 * len(METHODS) - 2  # replayssm verifies chains only
+    assert page.evaluate(f"{panel}.length") == 7 * configurations
+    width = f"[...{panel}].map(p => p.getBBox().width).reduce((a, b) => a + b)"
+    before = page.evaluate(width)
+    click = "; new Promise(r => setTimeout(r, 300))"
+    page.evaluate("document.querySelector('input[value=\"0.6\"]').click()" + click)
+    assert page.evaluate(width) < before  # fewer requests run, so steps are shorter
+    page.evaluate("document.querySelector('button[data-method=treelog]').click()" + click)
+    assert page.evaluate(f"{panel}.length") == 7 * (configurations - 3)
+    label = page.evaluate(f"{panel}[0].getAttribute('aria-label')")
+    assert "part of the step: projections, experts and norms" in label
+    assert "share of the step: " in label
     assert page.problems == []
 
 

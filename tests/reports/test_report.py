@@ -73,11 +73,25 @@ def test_the_answer_comes_before_everything_else(full: str) -> None:
     assert places == sorted(places)
 
 
-def test_six_figures_draw_every_budget(full: str) -> None:
+def test_seven_figures_draw_every_budget_or_load(full: str) -> None:
     elements = Elements(full)
-    for figure in ("peak-kv", "ttft", "throughput", "tpot", "width"):
+    for figure in ("peak-kv", "ttft", "throughput", "tpot", "width", "steps"):
         assert elements.count("div", **{"data-figure": figure}) == 3
     assert elements.count("div", **{"data-figure": "ledger"}) == 1
+
+
+def test_step_bars_leave_out_terms_that_take_no_time(tmp_path: Path) -> None:
+    def data(folder: str, **columns: Any) -> dict[str, Any]:
+        html = report(tmp_path / folder, sweep(methods=("storeall",), trees=("1,1,1",), **columns))
+        found: dict[str, Any] = json.loads(re.findall(r'id="report-data">(.*?)</script>', html)[0])["group-1"]
+        return found
+
+    whole = data("whole", draft_share=0.0)
+    folded = [step["fold"] for step in whole["specs"]["steps"][0]["transform"] if "fold" in step]
+    assert folded == [[f"{term}_ms" for term in ("rows", "head", "state", "attention", "prefill", "host")]]
+    for cell in whole["data"]["cells"]:
+        assert sum(cell[name] for name in folded[0]) < cell["mean_step_ms"]  # what drafts took is missing
+    assert "steps" not in data("unknown", mean_step_ms="")["specs"]
 
 
 def test_nothing_is_loaded_from_anywhere(full: str) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from reports.serving import Point, groups, halves, predict_all, summarise, worst
-from reports.serving_levels import level_of_row, sglang_running
+from reports import serving_causes
+from reports.serving import GroupResult, Point, groups, halves, predict_all, summarise, worst
+from reports.serving_causes import CHANGES
+from reports.serving_levels import level_of_row
 from reports.serving_rows import Row, load, sorted_rows, why_not
+from simulator.calibration.fit import Fitted
+from simulator.sglang.ledger import SglangLedger
+from simulator.sglang.settings import SglangSettings
 
 USABLE: dict[str, Row] = {row["id"]: row for row in sorted_rows().usable}
 
@@ -62,9 +66,55 @@ def test_fixed_lengths_and_a_cap_on_clients() -> None:
     assert level.cell.tree.num_drafts == 3
 
 
-def test_states_cap_what_sglang_runs() -> None:
-    plain, drafted = USABLE["s099"], USABLE["s056"]
-    assert sglang_running(drafted) < sglang_running(plain) < 256
+def sglang_ledger(row: str) -> SglangLedger:
+    ledger = level_of_row(USABLE[row]).cell.ledger
+    assert isinstance(ledger, SglangLedger)
+    return ledger
+
+
+def test_rows_of_sglang_run_on_its_model_with_its_own_defaults() -> None:
+    plain, drafted, large = (sglang_ledger(row) for row in ("s099", "s056", "s285"))
+    assert drafted.pools.max_running_requests <= 48 < plain.pools.max_running_requests
+    assert plain.pools.by_state_cache
+    assert plain.layout.slots_reserved == drafted.layout.slots_reserved == 5  # radix cache, extra buffer, overlap
+    assert plain.settings.chunked_prefill_size == 8192  # H200
+    assert large.settings.chunked_prefill_size == 16384  # B200
+
+
+def test_no_row_of_sglang_runs_on_vllms_model() -> None:
+    rows = [row for row in USABLE.values() if row["engine"] == "SGLang"]
+    assert all(isinstance(level_of_row(row).cell.ledger, SglangLedger) for row in rows)
+
+
+def test_an_sglang_row_without_a_radix_cache_reserves_one_slot() -> None:
+    row = {**USABLE["s099"], "prefix_cache": 0}
+    settings = level_of_row(row).cell.scenario.engine
+    assert isinstance(settings, SglangSettings)
+    assert settings.mamba_radix_cache_strategy == "none"
+
+
+def test_vllm_rows_that_ran_with_prefix_caching_have_it() -> None:
+    cached, plain = (level_of_row(USABLE[row]).cell.engine for row in ("s035", "s139"))
+    assert cached.enable_prefix_caching
+    assert not plain.enable_prefix_caching
+
+
+def test_what_is_changed_to_isolate_a_cause_is_one_setting_of_a_predicted_row() -> None:
+    predicted = {row["id"] for rows in groups().values() for row in halves(rows)[1]}
+    for row, _, settings, constants in CHANGES:
+        assert row in predicted
+        assert len(settings) + len(constants) == 1
+
+
+def test_fewer_running_requests_wait_longer_and_decode_faster() -> None:
+    group = ("SGLang", "Qwen3.5-122B-A10B", "B200")
+    constants = tuple(Fitted(name, value, value, value, value) for name, value in (("acceptance", 0.88),))
+    results = [GroupResult(group, (), ("s262",), constants, ())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving_causes, "CHANGES", [each for each in CHANGES if each[0] == "s262"])
+        (found,) = serving_causes.what_ifs(results)
+    assert found.changed[0] > 2 * found.predicted[0]
+    assert found.changed[1] < found.predicted[1]
 
 
 def point(metric: str, measured: float, predicted: float) -> Point:
@@ -89,4 +139,4 @@ def test_a_group_is_predicted_from_half_of_its_loads() -> None:
     found = {item.metric: abs(item.relative) for item in result.points}
     assert found["output_throughput"] < 0.2
     assert found["tpot"] < 0.2
-    assert np.isfinite(found["ttft"])
+    assert found["ttft"] < 0.3

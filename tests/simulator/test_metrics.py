@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from simulator.distribution import Distribution
 from simulator.engine import Engine
-from simulator.metrics import gap_metrics, mean_queue_s, request_metrics
+from simulator.metrics import GPU_TERMS, gap_metrics, mean_queue_s, request_metrics, step_metrics
 from simulator.records import PartWriter
-from simulator.step import REQUEST
+from simulator.step import REQUEST, STEP
 
 
 def percentiles(parts: list[tuple[Any, Any]], percents: list[float]) -> list[float]:
@@ -125,6 +125,22 @@ def test_mean_queue_of_a_stretch_of_requests(tmp_path: Path) -> None:
     writer("requests", records)
     assert mean_queue_s(writer.parts("requests"), 1, 3) == 3.0
     assert mean_queue_s(writer.parts("requests"), 7, 9) == 0.0
+
+
+def test_shares_of_a_step_weigh_steps_by_their_length(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path)
+    steps = np.zeros(3, STEP)
+    steps["duration_us"] = [1000.0, 3000.0, 6000.0]
+    for number, term in enumerate(GPU_TERMS):
+        steps[f"{term}_us"] = [10.0 * number, 100.0, 300.0]
+    steps["host_us"] = [850.0, 2400.0, 9000.0]  # the last is hidden behind the GPU in part
+    for part in (steps[:2], steps[2:]):
+        writer("steps", part)
+    found = step_metrics(writer.parts("steps"))
+    assert found["mean_step_ms"] == pytest.approx(10 / 3)
+    assert [found[f"{term}_share"] for term in GPU_TERMS] == pytest.approx([0.04 + 0.001 * n for n in range(6)])
+    assert found["host_share"] == pytest.approx(1 - 6 * 0.04 - 0.015)
+    assert np.isnan(list(step_metrics([]).values())).all()
 
 
 def test_no_requests_give_counts_of_zero_and_no_numbers() -> None:

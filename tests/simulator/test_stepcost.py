@@ -84,13 +84,18 @@ def test_balanced_routing_makes_a_decode_step_of_32_much_longer() -> None:
 
 @pytest.mark.parametrize(("tokens", "total_ms"), [(342, 20.4), (2048, 40.7), (8192, 112.6)])
 def test_prompts_of_the_35b_on_one_h200(tokens: int, total_ms: float) -> None:
-    """The reference leaves out gated norm, rotary embedding and output gate of prompts; we charge them."""
+    """The reference leaves out gated norm, rotary embedding and output gate of prompts; we charge them.
+
+    It prices the rows there are, not those of the next CUDA graph.
+    """
     tables = load_tables("h200")
     bf16 = 2 * tokens
     gated_norm, gate = tables.elementwise(bf16 * 3 * 32 * 128), tables.elementwise(bf16 * 3 * 16 * 256)
     rotary = tables.elementwise(bf16 * 2 * (16 + 2) * 256)
     extra_ms = (30 * gated_norm + 10 * gate + 10 * rotary) / 1e3
-    assert step_ms(build(), prefill=[(0, tokens)]) - extra_ms == pytest.approx(total_ms, rel=0.003)
+    assert step_ms(build(cudagraph_capture_sizes=()), prefill=[(0, tokens)]) - extra_ms == pytest.approx(
+        total_ms, rel=0.003
+    )
     assert extra_ms < 0.03 * total_ms
 
 

@@ -68,6 +68,19 @@ def test_terms_of_a_step_add_up_to_its_duration(run: Path) -> None:
     assert ((total - steps["duration_us"]).abs() / steps["duration_us"]).max() < 1e-5
 
 
+def test_shares_in_the_summary_are_those_of_the_steps(run: Path) -> None:
+    summary = pl.read_csv(run / "summary.csv")
+    terms = ("rows", "head", "state", "attention", "prefill", "draft", "host")
+    sums = [pl.col(f"{term}_us").cast(pl.Float64).sum() for term in terms]
+    steps = pl.read_parquet(run / "steps.parquet").group_by("cell", maintain_order=True)
+    totals = steps.agg(pl.col("duration_us").sum(), pl.col("duration_us").mean().alias("mean_us"), *sums)
+    assert summary["mean_step_ms"].to_list() == pytest.approx((totals["mean_us"] / 1e3).to_list())
+    for term in terms:
+        expected = (totals[f"{term}_us"] / totals["duration_us"]).to_list()
+        assert summary[f"{term}_share"].to_list() == pytest.approx(expected, abs=1e-6), term
+    assert summary.filter(pl.col("state_method") == "recurrent")["draft_share"].to_list() == [0.0, 0.0]
+
+
 @pytest.mark.slow
 def test_inv_6_data_files_are_the_same_bytes_for_any_number_of_jobs(run: Path, tmp_path: Path) -> None:
     again = run_sweep(RAW, expand(RAW), tmp_path / "again", jobs=2, keep_steps=True)

@@ -224,12 +224,3 @@ def test_a_level_may_be_a_service_of_sglang() -> None:
     level = level_of({**RAW, "engine": {"name": "sglang", "context_length": 16384}}, asked)
     usual, slow = level.predict({}), level.predict({"gpu_time.decode_factor": 2.0})
     assert slow["mean_tpot_ms"] > 1.5 * usual["mean_tpot_ms"]
-    with pytest.raises(UsageError, match=r"max_running_requests"):
-        level.predict({"memory.running_share": 0.5})
-
-
-def test_the_running_share_of_memory_limits_vllm() -> None:
-    asked = EngineResult("", "", 100, 1000.0, 210.0, None, 1.0, 64, {})
-    level = level_of({**RAW, "engine": {"max_model_len": 16384, "max_num_seqs": 64}}, asked)
-    peaks = [level.predict({"memory.running_share": share})["peak_running"] for share in (1.0, 0.25)]
-    assert peaks == [64, 16]
