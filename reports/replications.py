@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,15 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class PairedRow:
-    """One method, tree, budget and load: its ratios to storeall as text, in the order of `titles`."""
+    """One method under one setting: its ratios to storeall as text, in the order of `titles`.
+
+    `setting` are the values of what the compared cells differ in besides the method, by the names in `columns`.
+    """
 
     seeds: int
     method: str
-    tree: str
-    budget: str
-    load: str
+    columns: tuple[str, ...]
+    setting: tuple[str, ...]
     ratios: tuple[str, ...]
     titles: tuple[str, ...] = tuple(TITLES.values())
 
@@ -38,22 +40,41 @@ def replication_rows(run: Run) -> list[PairedRow]:
         for entry in record.get("paired", []):
             where = tuple(value for name, value in entry.items() if name not in ("metric", "ratio", "low", "high"))
             rows.setdefault(where, {})[str(entry["metric"])] = entry
-    result = []
-    for found in rows.values():
-        entry = next(iter(found.values()))
-        load = entry.get("max_concurrency") if entry.get("request_rate") is None else entry["request_rate"]
-        result.append(
-            PairedRow(
-                int(entry["num_seeds"]),
-                str(entry["state_method"]),
-                str(entry["tree"]),
-                plain(float(entry["gpu_memory_utilization"])),
-                DASH if load is None else plain(float(load)),
-                tuple(_text(found.get(metric)) for metric in TITLES),
-            )
+    firsts = [next(iter(found.values())) for found in rows.values()]
+    columns = _varying(firsts)
+    return [
+        PairedRow(
+            int(entry["num_seeds"]),
+            str(entry["state_method"]),
+            tuple(columns),
+            tuple(_value(entry.get(name)) for name in columns),
+            tuple(_text(found.get(metric)) for metric in TITLES),
         )
-    return result
+        for entry, found in zip(firsts, rows.values(), strict=True)
+    ]
+
+
+def _varying(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Columns that tell the rows apart, and the tree and load in any case."""
+    told = ("state_method", "metric", "num_seeds", "ratio", "low", "high")
+    names = dict.fromkeys(name for entry in entries for name in entry if name not in told)
+    return [
+        name
+        for name in names
+        if len({str(entry.get(name)) for entry in entries}) > 1
+        or name == "tree"
+        or (name in ("max_concurrency", "request_rate") and any(entry.get(name) is not None for entry in entries))
+    ]
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return DASH
+    return plain(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _text(entry: Mapping[str, Any] | None) -> str:
-    return DASH if entry is None else f"{entry['ratio']:.3f} ({entry['low']:.3f} to {entry['high']:.3f})"
+    if entry is None:
+        return DASH
+    interval = DASH if entry["low"] is None else f"{entry['low']:.3f} to {entry['high']:.3f}"
+    return f"{entry['ratio']:.3f} ({interval})"

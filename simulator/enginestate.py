@@ -12,13 +12,17 @@ from simulator.jit import njit
 #: Room of a request that holds blocks for `max_model_len` tokens and never needs more; permits without a cap.
 UNBOUNDED = np.iinfo(np.int32).max
 
+#: A request that has finished keeps its place in the step that was scheduled before that was known (`done`): it
+#: computes nothing when its last token was foreseen, a full verification when accepted drafts ended it early.
+FORESEEN, UNFORESEEN = 1, 2
+
 #: One request. `computed` counts tokens whose KV and state exist, `scheduled` the rows of this step, `token_room` the
-#: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts, `done` when it has finished and only
-#: occupies the step that was scheduled before that was known. `arrival_s` is the time of the send; `next_turn` the slot
-#: of the request that is sent `think_s` after this one is answered, or -1. For prefix caching: `row` of the block
-#: tables, blocks `published`, tokens at which the next one is due, index of the block that holds the `running_state`
-#: and of the one before it that is still held (-1: none), and the tokens found cached at admission. What every step
-#: reads stands first, in one cache line.
+#: tokens that its blocks hold; `decoding` is 1 when the next step verifies drafts, `done` FORESEEN or UNFORESEEN when
+#: it has finished and only keeps its place. `arrival_s` is the time of the send; `next_turn` the slot of the request
+#: that is sent `think_s` after this one is answered, or -1. For prefix caching: `row` of the block tables, blocks
+#: `published`, tokens at which the next one is due, index of the block that holds the `running_state` and of the one
+#: before it that is still held (-1: none), the step in which the state last moved on to another block, and the tokens
+#: found cached at admission. What every step reads stands first, in one cache line.
 SLOT = np.dtype(
     [
         ("request_id", "i8"),
@@ -46,6 +50,7 @@ SLOT = np.dtype(
         ("published", "i4"),
         ("running_state", "i4"),
         ("last_state", "i4"),
+        ("moved_at_step", "i8"),
         ("cached_tokens", "i4"),
     ],
     align=True,
@@ -81,11 +86,12 @@ SETTINGS = np.dtype(
 )
 
 #: Queues, counters and the clock. `permits` are requests that the client may still send; those that a step frees count
-#: from its end, or, where the next step was scheduled already (`late_permits`), one step later. The engine asks for
-#: more backlog when it holds less than `backlog_low` or when requests that were not yet handed over, the first of them
-#: after `last_offered_s`, may have arrived. The scheduler sees requests sent up to `seen_s`. `*_limited_steps` count
-#: steps that left requests waiting, by what kept the first of them out; `deferred_steps` those in which it waited for a
-#: state that was just being written.
+#: from its end (`freed_s`), or, where the next step was scheduled already (`late_permits`), one step later, but the
+#: request that takes one was sent when it became free (`late_s`). The engine asks for more backlog when it holds less
+#: than `backlog_low` or when requests that were not yet handed over, the first of them after `last_offered_s`, may have
+#: arrived. The scheduler sees requests sent up to `seen_s`. `*_limited_steps` count steps that left requests waiting,
+#: by what kept the first of them out; `deferred_steps` those in which it waited for a state that was just being
+#: written.
 STATE = np.dtype(
     [
         ("now_s", "f8"),
@@ -102,6 +108,8 @@ STATE = np.dtype(
         ("permits", "i8"),
         ("freed_permits", "i8"),
         ("late_permits", "i8"),
+        ("freed_s", "f8"),
+        ("late_s", "f8"),
         ("num_arrived", "i8"),
         ("num_free_slots", "i8"),
         ("num_free_rows", "i8"),

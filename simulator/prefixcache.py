@@ -155,11 +155,24 @@ def grow(queues: Queues, slot: Any, tokens: int, lookahead: int) -> None:
         slot.blocks += settings.state_groups
         slot.last_state = slot.running_state
         slot.running_state = target
+        slot.moved_at_step = state.num_steps
         if slot.decoding:
             state.states_published_in_step += 1
         else:
             state.states_copied_in_step += 1
     _take_attention(queues, slot, held, tokens + lookahead)
+
+
+@njit()
+def uncharge(queues: Queues, slot: Any) -> None:
+    """Take back what `grow` counted for a request that loses its place in the same step: its state does not move."""
+    state = queues.state[0]
+    if slot.last_state < 0 or slot.moved_at_step != state.num_steps:
+        return
+    if slot.decoding:
+        state.states_published_in_step -= 1
+    else:
+        state.states_copied_in_step -= 1
 
 
 @njit()

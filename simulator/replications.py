@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
+from lab.errors import UsageError
 from simulator.scenario import Scenario
 
 CONFIDENCE = 0.95
@@ -43,7 +44,8 @@ def replicate(cells: Sequence[Scenario], seeds: int) -> list[Scenario]:
 def summarise(rows: Sequence[Row], seeds: int, identity: Sequence[str]) -> list[dict[str, Any]]:
     """One row per cell from `seeds` consecutive rows each: means, and half-widths of 95 % intervals.
 
-    Columns of `identity` are taken from the first seed; flags are true when any replication's is.
+    Columns of `identity` are taken from the first seed; flags are true when any replication's is. Intervals are NaN
+    when all replications are equal.
     """
     return [_mean_row(rows[i : i + seeds], identity) for i in range(0, len(rows), seeds)]
 
@@ -61,10 +63,17 @@ def _mean_row(group: Sequence[Row], identity: Sequence[str]) -> dict[str, Any]:
         else:
             result[name] = float(np.mean(np.array(values, dtype=np.float64)))
     result["num_seeds"] = len(group)
+    drawn = _differ(group, WITH_INTERVAL)
     for name in WITH_INTERVAL:
         if name in group[0]:
-            result[f"{name}_ci95"] = half_width(np.array([row[name] for row in group], dtype=np.float64))
+            metric = np.array([row[name] for row in group], dtype=np.float64)
+            result[f"{name}_ci95"] = half_width(metric) if drawn else math.nan
     return result
+
+
+def _differ(rows: Sequence[Row], names: Sequence[str]) -> bool:
+    """Whether replications differ at all: a trace served without drafts in a closed loop draws nothing at random."""
+    return any(row.get(name) != rows[0].get(name) for row in rows for name in names)
 
 
 def _mean_of_lists(texts: Sequence[str]) -> str:
@@ -85,7 +94,10 @@ def half_width(values: NDArray[np.float64]) -> float:
 
 
 def paired(rows: Sequence[Row], seeds: int, identity: Sequence[str]) -> list[dict[str, Any]]:
-    """Every method's ratio to storeall of the same cell and seed: geometric mean and 95 % interval, by metric."""
+    """Every method's ratio to storeall of the same cell and seed: geometric mean and 95 % interval, by metric.
+
+    `low` and `high` are None when all replications are equal. Raises `UsageError` when the two sides have other seeds.
+    """
     cells = [rows[i : i + seeds] for i in range(0, len(rows), seeds)]
     shared = [name for name in identity if name not in _OWN]
     base = {_key(cell[0], shared): cell for cell in cells if cell[0]["state_method"] == BASELINE}
@@ -101,12 +113,16 @@ def paired(rows: Sequence[Row], seeds: int, identity: Sequence[str]) -> list[dic
     return result
 
 
-def _ratio(cell: Sequence[Row], base: Sequence[Row], metric: str) -> dict[str, float] | None:
+def _ratio(cell: Sequence[Row], base: Sequence[Row], metric: str) -> dict[str, float | None] | None:
+    if [row["seed"] for row in cell] != [row["seed"] for row in base]:
+        raise UsageError("methods can be paired only when they ran with the same seeds; give `seed` one value")
     ours, theirs = (np.array([row[metric] for row in side], dtype=np.float64) for side in (cell, base))
     if not ((ours > 0) & (theirs > 0)).all():
         return None
     logs = np.log(ours / theirs)
     centre, reach = float(logs.mean()), half_width(logs)
+    if not (_differ(cell, PAIRED) or _differ(base, PAIRED)):
+        return {"ratio": math.exp(centre), "low": None, "high": None}
     return {"ratio": math.exp(centre), "low": math.exp(centre - reach), "high": math.exp(centre + reach)}
 
 

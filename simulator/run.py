@@ -149,9 +149,17 @@ def run_engine(cell: CheckedCell, costs: StepCost, blocks: Iterator[RequestBlock
 
 def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineConfig:
     """Limits of the engine that a cell describes."""
-    settings, host, seed = cell.engine, cell.scenario.host, cell.scenario.seed
+    settings, host = cell.engine, cell.scenario.host
+    limits: dict[str, Any] = {
+        "max_num_seqs": settings.num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": settings.max_model_len,
+        "host_us_per_step": host.ms_per_step * 1e3,
+        "host_us_per_prompt_step": host.ms_per_prompt_step * 1e3,
+        "seed": cell.scenario.seed,
+    }
     if isinstance(ledger, SglangLedger):
-        return sglang.engine_config(ledger, host, seed)
+        return sglang.engine_config(ledger, limits)
     layout = ledger.layout
     return EngineConfig(
         num_blocks=ledger.usable_blocks,
@@ -159,14 +167,8 @@ def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineCo
         attention_groups=layout.attention_groups,
         state_blocks=ledger.state_blocks_per_request,
         rows=cell.tree.num_rows,
-        max_num_seqs=settings.num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         chunked_prefill=settings.enable_chunked_prefill,
-        host_us_per_step=host.ms_per_step * 1e3,
-        host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
-        seed=seed,
         prefix_caching=settings.enable_prefix_caching,
         state_groups=layout.linear_groups,
         speculative_blocks=ledger.speculative_blocks,
@@ -175,6 +177,7 @@ def _engine_config(cell: CheckedCell, ledger: Ledger | SglangLedger) -> EngineCo
         reserve_full_isl=settings.scheduler_reserve_full_isl,
         priority_policy=settings.scheduling_policy == "priority",
         async_scheduling=settings.async_scheduling,
+        **limits,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from simulator import prefixcache
-from simulator.enginestate import UNBOUNDED, Queues, attention_blocks, num_tokens
+from simulator.enginestate import UNBOUNDED, UNFORESEEN, Queues, attention_blocks, num_tokens
 from simulator.jit import njit
 from simulator.waitqueue import dequeue, first_waiting, put_back, send, worst_running
 
@@ -33,11 +33,11 @@ def schedule(queues: Queues) -> None:
     state.states_copied_in_step = 0
     state.states_published_in_step = 0
 
-    turn = 0
-    while turn < state.num_running:
-        slot = queues.slots[queues.running[turn]]
+    place = 0
+    while place < state.num_running:
+        slot = queues.slots[queues.running[place]]
         if slot.done:
-            rows = min(settings.rows, budget)
+            rows = min(settings.rows, budget) if slot.done == UNFORESEEN else 0
         else:
             wanted = settings.rows if slot.decoding else _chunk(settings, slot)
             rows = min(wanted, budget, settings.max_model_len - slot.computed)
@@ -45,14 +45,14 @@ def schedule(queues: Queues) -> None:
                 rows = prefixcache.aligned_chunk(settings, slot, slot.computed, rows)
         slot.scheduled = rows
         if rows > 0 and not slot.done and slot.computed + rows + lookahead > slot.token_room:
-            turn, freed_rows, kept = _make_room(queues, turn)
+            place, freed_rows, kept = _make_room(queues, place)
             budget += freed_rows
             if not kept:
                 break  # the request itself was preempted
         if settings.prefix_caching and rows > 0 and not slot.decoding:
-            prefixcache.publish_prompt(queues, queues.running[turn])
+            prefixcache.publish_prompt(queues, queues.running[place])
         budget -= rows
-        turn += 1
+        place += 1
     if state.preempted_in_step == 0:
         _admit(queues, budget)
     else:
@@ -60,14 +60,14 @@ def schedule(queues: Queues) -> None:
 
 
 @njit()
-def _make_room(queues: Queues, turn: int) -> tuple[int, int, bool]:
-    """Give the request at place `turn` the blocks for its rows, at the expense of others.
+def _make_room(queues: Queues, place: int) -> tuple[int, int, bool]:
+    """Give the request at `place` the blocks for its rows, at the expense of others.
 
     Returns its place afterwards, the rows that others had in this step and lost, and whether it is still running.
     """
     settings, state = queues.settings[0], queues.state[0]
     lookahead = settings.rows - 1
-    slot = queues.slots[queues.running[turn]]
+    slot = queues.slots[queues.running[place]]
     tokens = slot.computed + slot.scheduled
     if settings.prefix_caching:
         prefixcache.release_last_state(queues, slot)
@@ -77,17 +77,17 @@ def _make_room(queues: Queues, turn: int) -> tuple[int, int, bool]:
     freed_rows = 0
     while needed > state.free_blocks:
         victim = worst_running(queues)
-        if victim < turn:
+        if victim < place:
             freed_rows += queues.slots[queues.running[victim]].scheduled
         _preempt(queues, victim)
-        if victim == turn:
-            return turn, freed_rows, False
-        turn -= victim < turn
+        if victim == place:
+            return place, freed_rows, False
+        place -= victim < place
     if settings.prefix_caching:
         prefixcache.grow(queues, slot, tokens, lookahead)
     else:
         _hold_blocks(queues, slot, needed)
-    return turn, freed_rows, True
+    return place, freed_rows, True
 
 
 @njit()
@@ -174,6 +174,7 @@ def _preempt(queues: Queues, place: int) -> None:
         retire(queues, index)
         return
     if queues.settings[0].prefix_caching and slot.scheduled > 0:
+        prefixcache.uncharge(queues, slot)
         prefixcache.unpublish_prompt(queues, index)
     forget_computed(queues, index)
     put_back(queues, index)
@@ -221,3 +222,20 @@ def retire(queues: Queues, index: int) -> None:
     _release_blocks(queues, queues.slots[index])
     queues.free_slots[state.num_free_slots] = index
     state.num_free_slots += 1
+
+
+@njit()
+def retire_done(queues: Queues) -> int:
+    """Drop the finished requests that still keep a place; returns how many."""
+    state = queues.state[0]
+    kept = 0
+    for place in range(state.num_running):
+        index = queues.running[place]
+        if queues.slots[index].done:
+            retire(queues, index)
+        else:
+            queues.running[kept] = index
+            kept += 1
+    dropped = state.num_running - kept
+    state.num_running = kept
+    return int(dropped)

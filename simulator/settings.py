@@ -29,9 +29,13 @@ class Section(BaseModel):
 class EngineSettings(Section):
     """Settings of vLLM, by its names.
 
-    `max_num_seqs` is 256 by default (vLLM's own is 1024 on large GPUs). `running_limit` lowers it for one cell: a sweep
-    sets it where the records of a method for `max_num_seqs` requests do not fit. `runtime_and_activations_gib` takes
-    the place of the estimate of what the engine keeps for itself.
+    Defaults that depart from vLLM's: `max_num_seqs` is 256 (vLLM: 1024 on large GPUs), `max_model_len` 32768 (the
+    model's), `max_num_batched_tokens` 8192 (by GPU and use), `async_scheduling` and `enable_prefix_caching` are off
+    (vLLM turns asynchronous scheduling on where it can be, prefix caching by model).
+
+    `running_limit` lowers `max_num_seqs` for one cell: a sweep sets it where the records of a method for `max_num_seqs`
+    requests do not fit. `runtime_and_activations_gib` takes the place of the estimate of what the engine keeps for
+    itself.
 
     `enable_prefix_caching` turns on Mamba cache mode `align`. `prefix_cache_retention_interval` (tokens) thins the
     states that are kept to hit: one per interval and the one at the end of a prompt (0: only that one; none: all).

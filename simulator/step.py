@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simulator.costtables import CostTables, attention_us, batching_shares, boundary_us, launch_wait_us, prefill_us
-from simulator.enginestate import Queues, num_tokens
+from simulator.enginestate import FORESEEN, UNFORESEEN, Queues, num_tokens
 from simulator.jit import njit
 from simulator.prefixcache import publish_decoded
 from simulator.sampling import AcceptanceTables, sample_accepted
-from simulator.scheduler import retire, schedule
-from simulator.sglang.scheduler import hide_host_time, schedule_sglang
+from simulator.scheduler import retire, retire_done, schedule
+from simulator.sglang.scheduler import schedule_sglang
 from simulator.waitqueue import next_send_s, set_timer
 
 #: One engine step. Times of the terms are µs, `rows_us` with the wait for launches outside CUDA graphs; `regular_gaps`
@@ -97,10 +97,12 @@ def advance(queues: Queues, cost: CostTables, acceptance: AcceptanceTables, reco
             schedule(queues)
         step = records.steps[state.step_records]
         if _price(queues, cost, step) == 0 and state.preempted_in_step == 0:
+            if retire_done(queues) > 0:
+                continue  # nothing is launched; the next step is scheduled without the finished requests
             state.stalled = 1
             return
-        if queues.sglang[0].overlap_schedule:
-            hide_host_time(step)
+        if overlapped or queues.sglang[0].overlap_schedule:
+            _hide_host_time(step)
         state.now_s = step.start_s + step.duration_us * 1e-6
         state.seen_s = step.start_s if overlapped else state.now_s
         _emit(queues, acceptance, records, step)
@@ -181,11 +183,7 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
     )
     wait = launch_wait_us(cost, rows, prefill_tokens, step.duration_us)
     step.rows_us += wait
-    step.duration_us += wait
-    if settings.async_scheduling:
-        step.duration_us = max(step.duration_us, step.host_us)
-    else:
-        step.duration_us += step.host_us
+    step.duration_us += wait + step.host_us
     step.used_blocks = settings.num_blocks - state.free_blocks
     step.running = state.num_running
     step.waiting = state.num_waiting
@@ -194,6 +192,14 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
     step.preempted = state.preempted_in_step
     step.extrapolated = extrapolated
     return rows
+
+
+@njit(inline="always")
+def _hide_host_time(step: Any) -> None:
+    """Host and GPU work at once: of the host's time only what is longer than the GPU's remains."""
+    gpu_us = step.duration_us - step.host_us
+    step.host_us = max(step.host_us - gpu_us, 0.0)
+    step.duration_us = gpu_us + step.host_us
 
 
 @njit()
@@ -242,7 +248,7 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
                 if not settings.async_scheduling:
                     retire(queues, index)
                     continue
-                slot.done = 1
+                slot.done = FORESEEN if slot.emitted - emitted + 1 == slot.output_tokens else UNFORESEEN
         queues.running[kept] = index
         kept += 1
     state.num_running = kept
@@ -272,8 +278,10 @@ def _finish(queues: Queues, records: Records, index: int) -> None:
     state.num_finished += 1
     if settings.async_scheduling:
         state.late_permits += 1  # the step after this one has been scheduled already
+        state.late_s = state.now_s
     else:
         state.freed_permits += 1
+        state.freed_s = state.now_s
     if slot.next_turn >= 0:
         set_timer(queues, slot.next_turn, state.now_s + slot.think_s)
 

@@ -134,6 +134,11 @@ def run_sweep(
     if not out.is_symlink():
         out = out.resolve()
     check_target(out, str(raw.get("name", "scenario")))
+    if seeds > 1 and len(own := {cell.seed for cell in cells}) > 1:
+        raise UsageError(
+            f"--seeds {seeds} runs every cell with that many seeds, and the scenario sweeps {len(own)} itself: give "
+            "`seed` one value, the first of them, or leave --seeds away"
+        )
     runnable, skipped = plan_cells(cells)
     if not runnable:
         raise InfeasibleError(f"none of {len(skipped)} cells can run; the first: {skipped[0].reason}")

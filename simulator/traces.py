@@ -1,7 +1,7 @@
 """Request traces: pairs of prompt and output length, with arrival times where the source has them.
 
 A trace is a shipped one, by name, or a CSV file with the columns input_tokens, output_tokens and, for its
-clock, t_s or t_ms; conversation, hash_ids and priority are read where they are there (`simulator.scenario` says what
+clock, t_s or t_ms; conversation, hash_ids and priority are read where they are there (`simulator.settings` says what
 they mean); the header of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
 is understood as well. Rows are counted from 1, the header not included.
 """

@@ -130,7 +130,7 @@ def next_send_s(queues: Queues) -> float:
 def send(queues: Queues) -> None:
     """Move requests that are due from timers and backlog to the waiting queue, as far as the client's permits go.
 
-    A request that used a permit freed by the last step was sent when that step ended; the others when they were due.
+    A request that uses a permit which a step freed was sent when that step ended; the others when they were due.
     Further turns go before new requests.
     """
     state = queues.state[0]
@@ -150,9 +150,10 @@ def send(queues: Queues) -> None:
             state.permits -= 1
         else:
             state.freed_permits -= 1
-            slot.arrival_s = max(slot.arrival_s, state.seen_s)
+            slot.arrival_s = max(slot.arrival_s, state.freed_s)
         enqueue(queues, index)
         state.num_arrived += 1
     state.permits += state.freed_permits
     state.freed_permits = state.late_permits
+    state.freed_s = state.late_s
     state.late_permits = 0

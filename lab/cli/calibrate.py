@@ -24,7 +24,7 @@ def command(
         "for every further load level.",
     ),
     fit: bool = typer.Option(
-        False, "--fit", help="Fit the named constants to all results, and leave each out in turn."
+        False, "--fit", help="Fit the named constants to all results, and leave each load out in turn."
     ),
     constants: str = typer.Option(None, "--constants", help="With --fit: names with commas (default: all that hold)."),
     out: Path = typer.Option(
@@ -73,7 +73,7 @@ def _print(found: Calibration) -> None:
     _errors("measured, and simulated with the fitted constants", found.fit.after)
     if found.left_out:
         typer.echo()
-        _errors("each level predicted from the others", found.left_out)
+        _errors("each load predicted from the others", found.left_out)
 
 
 def _errors(title: str, by_level: dict[str, list[Error]]) -> None:

@@ -243,12 +243,24 @@ def load_attention(folder: Path) -> AttentionProfile:
 
 @cache
 def _load(folder: Path, stamps: tuple[int, ...]) -> AttentionProfile:
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in (ROWS_FILE, DEVICE_FILE)}
+    texts = {name: _text(folder / name) for name in (ROWS_FILE, DEVICE_FILE)}
     try:
         device = json.loads(texts[DEVICE_FILE])
-    except json.JSONDecodeError as error:
-        raise UsageError(f"cannot read {folder / DEVICE_FILE}: {error}") from error
-    if not isinstance(device, dict) or not isinstance(device.get("name"), str) or not device.get("block_rows"):
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {folder / DEVICE_FILE}: {error}; put a copy back, or measure again") from error
+    if not isinstance(device, dict) or not isinstance(device.get("name"), str):
         raise UsageError(f"{folder / DEVICE_FILE} must be a mapping that gives the device's 'name' and 'block_rows'")
+    blocks = device.get("block_rows")
+    if not isinstance(blocks, list) or not blocks or not all(type(rows) is int and rows > 0 for rows in blocks):
+        raise UsageError(f"{folder / DEVICE_FILE}: 'block_rows' must be a list of whole numbers from 1, as [16, 32]")
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()
     return AttentionProfile(folder, device, tuple(parse_rows(texts[ROWS_FILE], folder / ROWS_FILE)), digest)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {path}: it is not UTF-8 text; put a copy back, or measure again") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -58,6 +59,8 @@ def parse_rows(text: str, path: Path) -> Iterator[AttentionRow]:
             raise UsageError(f"{path}, line {lines.line_num}: {error}; every column needs its value") from None
         if min(row.q_heads, row.kv_heads, row.rows, row.batch, row.context_tokens) < 1 or not row.latency_us_p50 > 0:
             raise UsageError(f"{path}, line {lines.line_num}: heads, rows, batch, context and time must be above 0")
+        if not 0 < row.latency_us_p20 <= row.latency_us_p50 <= row.latency_us_p80 < math.inf:
+            raise UsageError(f"{path}, line {lines.line_num}: times must be finite and p20 <= p50 <= p80")
         key = (row.q_heads, row.kv_heads, row.head_dim, row.kv_dtype, row.batch, row.context_tokens, row.rows)
         if key in seen:
             raise UsageError(f"{path}, line {lines.line_num}: a second row for {key}; keep one")

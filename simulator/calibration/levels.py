@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,12 +11,13 @@ import numpy as np
 
 from lab.acceptance import acceptance_from
 from lab.errors import UsageError
+from lab.trees import parse_tree
 from simulator.calibration.constants import Values
 from simulator.calibration.measure import measure
 from simulator.calibration.results import EngineResult, Ints
 from simulator.check import CheckedCell, check
 from simulator.gputime import with_gpu_time
-from simulator.requests import RequestBlock
+from simulator.requests import PrefixIds, RequestBlock
 from simulator.run import step_cost
 from simulator.scenario import Scenario, expand
 from simulator.settings import GpuTimeSettings
@@ -24,6 +25,16 @@ from simulator.stepcost import StepCost
 from simulator.workload import request_blocks
 
 Blocks = Callable[[], Iterator[RequestBlock]]
+
+#: Fields of a scenario's workload that say what its requests are; the load is the result's.
+_REQUESTS = (
+    "trace",
+    "lengths",
+    "shared_prefix_tokens",
+    "hash_block_tokens",
+    "priority_classes",
+    "think_time_s",
+)
 
 
 @dataclass(frozen=True)
@@ -100,21 +111,21 @@ def _with_acceptance(cell: CheckedCell, chance: float) -> CheckedCell:
 def level_of(raw: Mapping[str, Any], result: EngineResult) -> Level:
     """The level of a result: the scenario's service under the result's load.
 
-    The workload is the result's: its lengths and send times where it is detailed, otherwise the scenario's lengths
-    brought to the result's means. Raises `UsageError` when the scenario is a sweep or cannot serve the requests.
+    The workload is the result's: its lengths and send times where it is detailed, otherwise the scenario's requests
+    with lengths brought to the result's means. Raises `UsageError` when the scenario is a sweep, cannot serve the
+    requests, or needs of them what a detailed result does not tell.
     """
     scenario = _one_scenario(raw, result)
-    prompts, outputs = _lengths(scenario, result)
+    requests = _own_requests(scenario, result) if result.prompt_tokens is not None else _stretched(scenario, result)
+    prompts = np.concatenate([block.prompt_tokens for block in requests])
+    outputs = np.concatenate([block.output_tokens for block in requests])
     longest = int(np.argmax(prompts.astype(np.int64) + outputs))
     workload = scenario.workload.model_copy(
         update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
     )
-    cell = check(_with_measured_acceptance(scenario, result).model_copy(update={"workload": workload}))
-
-    def blocks() -> Iterator[RequestBlock]:
-        return iter([RequestBlock(_arrivals(scenario, result, len(prompts)), prompts, outputs)])
-
-    return Level(result.load, result.metrics, cell, blocks)
+    measured, known = _with_measured_acceptance(scenario, result)
+    cell = check(measured.model_copy(update={"workload": workload}))
+    return Level(result.load, result.metrics, cell, lambda: iter(requests), acceptance_known=known)
 
 
 def _one_scenario(raw: Mapping[str, Any], result: EngineResult) -> Scenario:
@@ -122,7 +133,7 @@ def _one_scenario(raw: Mapping[str, Any], result: EngineResult) -> Scenario:
     workload = raw.get("workload")
     if not isinstance(workload, Mapping):
         raise UsageError("workload must be a mapping with a trace or lengths; the load comes from the engine result")
-    kept = {key: workload[key] for key in ("trace", "lengths") if workload.get(key) is not None}
+    kept = {key: workload[key] for key in _REQUESTS if workload.get(key) is not None}
     count = result.num_requests if result.prompt_tokens is None else len(result.prompt_tokens)
     load: dict[str, Any] = {"num_requests": count, "max_concurrency": result.max_concurrency}
     if result.request_rate is not None:
@@ -140,11 +151,49 @@ def _one_scenario(raw: Mapping[str, Any], result: EngineResult) -> Scenario:
     return cells[0]
 
 
-def _lengths(scenario: Scenario, result: EngineResult) -> tuple[Ints, Ints]:
-    if result.prompt_tokens is not None and result.output_tokens is not None:
-        return result.prompt_tokens, result.output_tokens
+def _own_requests(scenario: Scenario, result: EngineResult) -> list[RequestBlock]:
+    """The result's own requests; what their prompts share and who goes first are not in it."""
+    assert result.prompt_tokens is not None
+    assert result.output_tokens is not None
+    engine = scenario.engine
+    blocks = list(request_blocks(scenario.workload, scenario.seed))
+    caching = engine.name == "vllm" and engine.enable_prefix_caching
+    if caching and any(_shares(block.prefix) for block in blocks):
+        raise UsageError(
+            f"engine result {result.path} has lengths of its own but does not tell which prompts share a prefix, and "
+            "the scenario has enable_prefix_caching with shared prompts: set it to false, or give a result without "
+            "input_lens, whose requests are the scenario's"
+        )
+    by_priority = engine.name == "vllm" and engine.scheduling_policy == "priority"
+    if by_priority and any(block.priority is not None for block in blocks):
+        raise UsageError(
+            f"engine result {result.path} has lengths of its own but no priorities, and the scenario has "
+            "scheduling_policy: priority: set it to fcfs, or give a result without input_lens, whose requests are the "
+            "scenario's"
+        )
+    arrivals = _arrivals(blocks, result, len(result.prompt_tokens))
+    return [RequestBlock(arrivals, result.prompt_tokens, result.output_tokens)]
+
+
+def _shares(prefix: PrefixIds | None) -> bool:
+    """Whether requests of a block may have tokens in common."""
+    return prefix is not None and bool(prefix.shared_tokens or len(prefix.unit_ids) or (prefix.stream >= 0).any())
+
+
+def _stretched(scenario: Scenario, result: EngineResult) -> list[RequestBlock]:
+    """The scenario's requests, with what they share, their turns and priorities, at the result's mean lengths."""
+    blocks = list(request_blocks(scenario.workload, scenario.seed))
     prompts, outputs = workload_lengths(scenario)
-    return matched(prompts, result.mean_prompt_tokens), matched(outputs, result.mean_output_tokens)
+    ends = np.cumsum([len(block.prompt_tokens) for block in blocks])[:-1]
+    lengths = zip(
+        np.split(matched(prompts, result.mean_prompt_tokens), ends),
+        np.split(matched(outputs, result.mean_output_tokens), ends),
+        strict=True,
+    )
+    return [
+        block._replace(prompt_tokens=prompt, output_tokens=output)
+        for block, (prompt, output) in zip(blocks, lengths, strict=True)
+    ]
 
 
 def workload_lengths(scenario: Scenario) -> tuple[Ints, Ints]:
@@ -162,22 +211,19 @@ def matched(tokens: Ints, mean: float) -> Ints:
     return np.asarray(stretched, dtype=np.int32)
 
 
-def _arrivals(scenario: Scenario, result: EngineResult, count: int) -> Any:
+def _arrivals(blocks: Sequence[RequestBlock], result: EngineResult, count: int) -> Any:
     """Send times: the result's own, unless a cap on concurrency set the pace."""
     if result.arrival_s is not None and result.max_concurrency is None:
         return result.arrival_s
-    times = np.concatenate([block.arrival_s for block in request_blocks(scenario.workload, scenario.seed)])
-    return times[:count]
+    return np.concatenate([block.arrival_s for block in blocks])[:count]
 
 
-def _with_measured_acceptance(scenario: Scenario, result: EngineResult) -> Scenario:
-    """The scenario with the result's acceptance where it tells one and drafts are a chain."""
-    from lab.trees import parse_tree
-
+def _with_measured_acceptance(scenario: Scenario, result: EngineResult) -> tuple[Scenario, bool]:
+    """The scenario with the result's acceptance, and true, where it tells one and drafts are a chain."""
     tree = parse_tree(scenario.speculation.tree)
     depth = tree.max_depth
     if not depth or max(tree.width_by_depth) > 1:
-        return scenario
+        return scenario, False
     per_depth: tuple[float, ...]
     if len(result.per_position) == depth:
         before = (1.0, *result.per_position[:-1])
@@ -185,10 +231,10 @@ def _with_measured_acceptance(scenario: Scenario, result: EngineResult) -> Scena
     elif result.acceptance_length is not None and 1 <= result.acceptance_length <= depth + 1:
         per_depth = (chain_acceptance(result.acceptance_length, depth),) * depth
     else:
-        return scenario
+        return scenario, False
     acceptance = scenario.speculation.acceptance.model_copy(update={"preset": None, "per_depth": per_depth})
     speculation = scenario.speculation.model_copy(update={"acceptance": acceptance})
-    return scenario.model_copy(update={"speculation": speculation})
+    return scenario.model_copy(update={"speculation": speculation}), True
 
 
 def chain_acceptance(acceptance_length: float, depth: int) -> float:

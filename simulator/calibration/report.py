@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,11 @@ def calibrate(raw: Mapping[str, Any], files: Sequence[Path], names: Sequence[str
         return Calibration(results, service, found, notes)
     if "acceptance" in names and not levels[0].cell.tree.num_drafts:
         raise UsageError("constant acceptance: the scenario drafts nothing; leave it out of --constants")
+    if "acceptance" in names and all(level.acceptance_known for level in levels):
+        raise UsageError("constant acceptance: every result tells its own; leave it out of --constants")
     solved = fit(levels, names)
-    return Calibration(results, service, found, notes, solved, leave_one_out(levels, names, solved.values))
+    left_out = leave_one_out(levels, names, solved.values, [result.load for result in results])
+    return Calibration(results, service, found, notes, solved, left_out)
 
 
 def write_calibration(found: Calibration, path: Path) -> None:
@@ -104,9 +107,7 @@ def _named(levels: Sequence[Level]) -> list[Level]:
     result = []
     for level in levels:
         count = seen[level.name] = seen.get(level.name, 0) + 1
-        result.append(
-            level if count == 1 else Level(f"{level.name} ({count})", level.measured, level.cell, level.blocks)
-        )
+        result.append(level if count == 1 else replace(level, name=f"{level.name} ({count})"))
     return result
 
 
@@ -119,7 +120,7 @@ def _notes(level: Level, result: EngineResult) -> list[str]:
             f"{result.mean_prompt_tokens:.4g} in and {result.mean_output_tokens:.4g} out"
         )
     drafts = level.cell.tree.num_drafts
-    if drafts and level.cell.acceptance.name != "per_depth":
+    if drafts and not level.acceptance_known:
         notes.append(f"{level.name}: the result tells no acceptance; the scenario's is used")
     if drafts and "mean_itl_ms" in level.measured:
         notes.append(f"{level.name}: ITL is the time between outputs, each of which may hold several tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lab.methods.base import StateMethod
@@ -11,7 +12,7 @@ from lab.trees import DraftTree
 from lab.units import GIB
 from simulator.cudagraphs import sglang_sizes
 from simulator.engine import EngineConfig
-from simulator.settings import EngineSettings, HostSettings
+from simulator.settings import EngineSettings
 from simulator.sglang.config import SglangConfig
 from simulator.sglang.ledger import SglangLedger, build_sglang_ledger
 from simulator.sglang.settings import SglangSettings
@@ -49,8 +50,8 @@ def vllm_settings(ledger: SglangLedger, gpu: str, tp: int) -> EngineSettings:
     )
 
 
-def engine_config(ledger: SglangLedger, host: HostSettings, seed: int) -> EngineConfig:
-    """The engine's limits; with drafts SGLang turns mixed chunks off."""
+def engine_config(ledger: SglangLedger, limits: Mapping[str, Any]) -> EngineConfig:
+    """The engine with `limits` that both engines have, by the names of `EngineConfig`; drafts turn mixed chunks off."""
     settings = ledger.settings
     pools, law = ledger.pools, ledger.layout
     return EngineConfig(
@@ -59,15 +60,8 @@ def engine_config(ledger: SglangLedger, host: HostSettings, seed: int) -> Engine
         attention_groups=1,
         state_blocks=0,
         rows=law.rows,
-        max_num_seqs=pools.max_running_requests,
-        max_num_batched_tokens=settings.step_tokens,
-        max_model_len=settings.context_length,
-        host_us_per_step=host.ms_per_step * 1e3,
-        host_us_per_prompt_step=host.ms_per_prompt_step * 1e3,
-        seed=seed,
+        **limits,
         sglang=SglangConfig(
-            state_slots=pools.max_mamba_cache_size,
-            state_slots_held=law.slots_held,
             state_capped=pools.by_state_cache,
             chunked_prefill_size=max(settings.chunked_prefill_size, 0),
             max_prefill_tokens=settings.max_prefill_tokens,

@@ -14,14 +14,13 @@ from simulator.sglang.settings import CLIP_NEW_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig:
-    """Limits in tokens and state slots; `chunked_prefill_size` 0 computes prompts whole.
+    """Limits in tokens; `chunked_prefill_size` 0 computes prompts whole.
 
     The KV pool, the most running requests and the rows of a decoding request are in `simulator.engine.EngineConfig`:
-    a block there is a page.
+    a block there is a page. State slots are no limit of their own: `max_num_seqs` is at most what they let run, which
+    `state_capped` says.
     """
 
-    state_slots: int
-    state_slots_held: int = 1
     state_capped: bool = False
     chunked_prefill_size: int = 8192
     max_prefill_tokens: int = 16384

@@ -20,8 +20,8 @@ INIT_RATIO, MIN_RATIO_SHARE, RATIO_DECAY_STEPS = 0.7, 0.14, 600
 def decode_all(queues: Queues, decoding: int) -> None:
     """Schedule the first `decoding` running requests for a decode step; their pages must be free."""
     settings = queues.settings[0]
-    for turn in range(decoding):
-        slot = queues.slots[queues.running[turn]]
+    for place in range(decoding):
+        slot = queues.slots[queues.running[place]]
         hold_pages(queues, slot, slot.computed + settings.rows)
         slot.scheduled = settings.rows
 
@@ -36,10 +36,10 @@ def decode(queues: Queues) -> None:
         own.new_token_ratio = max(own.new_token_ratio - decay, own.min_new_token_ratio)
     else:
         while missing > state.free_blocks and state.num_running > 1:
-            turn = _victim(queues)
-            slot = queues.slots[queues.running[turn]]
+            place = _victim(queues)
+            slot = queues.slots[queues.running[place]]
             missing -= 0 if is_prompt(slot) else lacks(queues, slot, settings.rows)
-            _retract(queues, turn)
+            _retract(queues, place)
         own.new_token_ratio = _ratio_after_retraction(queues)
         own.batch_is_full = 0
     decoding = state.num_running
@@ -62,18 +62,18 @@ def _victim(queues: Queues) -> Any:
         return last if decoding == 1 else decoding - 1
     chosen = 0
     best = queues.slots[queues.running[0]]
-    for turn in range(1, decoding):
-        slot = queues.slots[queues.running[turn]]
+    for place in range(1, decoding):
+        slot = queues.slots[queues.running[place]]
         fewer = slot.emitted < best.emitted
         if fewer or (slot.emitted == best.emitted and slot.prompt_tokens >= best.prompt_tokens):
-            chosen, best = turn, slot
+            chosen, best = place, slot
     return chosen
 
 
 @njit()
-def _retract(queues: Queues, turn: int) -> None:
+def _retract(queues: Queues, place: int) -> None:
     """Take a running request's pages away and put it at the end of the waiting queue, to be recomputed."""
-    index = leave_running(queues, turn)
+    index = leave_running(queues, place)
     forget_computed(queues, index)
     enqueue(queues, index)
 
@@ -83,8 +83,8 @@ def _ratio_after_retraction(queues: Queues) -> float:
     """What the remaining requests have emitted, and 20 tokens more each, as a share of what they may emit in all."""
     state = queues.state[0]
     emitted = allowed = 0
-    for turn in range(state.num_running):
-        slot = queues.slots[queues.running[turn]]
+    for place in range(state.num_running):
+        slot = queues.slots[queues.running[place]]
         emitted += slot.emitted + RETRACT_STEPS
         allowed += allowed_tokens(queues, slot)
     return min(emitted / (allowed + 1), 1.0)

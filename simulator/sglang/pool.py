@@ -20,8 +20,6 @@ SGLANG = np.dtype(
         ("max_prefill_tokens", "i8"),
         ("max_new_tokens", "i8"),
         ("clip_new_tokens", "i8"),
-        ("state_slots", "i8"),
-        ("state_slots_held", "i8"),
         ("state_capped", "i8"),
         ("init_new_token_ratio", "f8"),
         ("min_new_token_ratio", "f8"),
@@ -65,8 +63,8 @@ def decode_pages(queues: Queues) -> int:
     """Pages that the decoding requests lack for the rows of one step."""
     settings, state = queues.settings[0], queues.state[0]
     missing = 0
-    for turn in range(state.num_running):
-        slot = queues.slots[queues.running[turn]]
+    for place in range(state.num_running):
+        slot = queues.slots[queues.running[place]]
         if not is_prompt(slot):
             missing += lacks(queues, slot, settings.rows)
     return missing

@@ -45,14 +45,6 @@ def schedule_sglang(queues: Queues) -> None:
 
 
 @njit(inline="always")
-def hide_host_time(step: Any) -> None:
-    """Overlap scheduling: of the host's time only what is longer than the GPU's remains."""
-    gpu_us = step.duration_us - step.host_us
-    step.host_us = max(step.host_us - gpu_us, 0.0)
-    step.duration_us = gpu_us + step.host_us
-
-
-@njit(inline="always")
 def _may_emit(queues: Queues, slot: Any) -> Any:
     """Tokens that admission expects of a request at most."""
     return min(allowed_tokens(queues, slot) - slot.emitted, queues.sglang[0].clip_new_tokens)
@@ -64,7 +56,7 @@ def _prompts(queues: Queues) -> int:
     settings, state, own = queues.settings[0], queues.state[0], queues.sglang[0]
     before = state.num_running
     cut = before > 0 and is_prompt(queues.slots[queues.running[before - 1]])
-    if not cut and (state.num_waiting == 0 or own.batch_is_full or _no_slot(queues)):
+    if not cut and (state.num_waiting == 0 or own.batch_is_full or _is_full(queues)):
         return 0
     decoding = before - 1 if cut else before
     mixed_rows = decoding * settings.rows if own.mixed_chunk else 0
@@ -101,7 +93,7 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
     if tokens:
         total_room -= _may_emit(queues, queues.slots[queues.running[state.num_running - 1]])
     admitted = 0
-    while state.num_waiting > 0 and chunk_room > 0 and input_room > 0 and not _no_slot(queues):
+    while state.num_waiting > 0 and chunk_room > 0 and input_room > 0 and not _is_full(queues):
         index = first_waiting(queues)
         slot = queues.slots[index]
         prompt, more = num_tokens(slot), _may_emit(queues, slot)
@@ -129,11 +121,9 @@ def _admit(queues: Queues, decoding: int, chunk_room: int, input_room: int, toke
 
 
 @njit(inline="always")
-def _no_slot(queues: Queues) -> Any:
-    """Whether no further request may run: by `max_running_requests` or for want of state slots."""
-    state, own = queues.state[0], queues.sglang[0]
-    full = state.num_running >= queues.settings[0].max_num_seqs
-    return full or (state.num_running + 1) * own.state_slots_held > own.state_slots
+def _is_full(queues: Queues) -> Any:
+    """Whether `max_running_requests`, which the slots of the state pool may have lowered, are running."""
+    return queues.state[0].num_running >= queues.settings[0].max_num_seqs
 
 
 @njit()
@@ -144,8 +134,8 @@ def _count_waiting(queues: Queues) -> None:
         return
     if own.batch_is_full:
         state.memory_limited_steps += 1
-    elif _no_slot(queues):
-        if own.state_capped or state.num_running < queues.settings[0].max_num_seqs:
+    elif _is_full(queues):
+        if own.state_capped:
             state.memory_limited_steps += 1
         else:
             state.seqs_limited_steps += 1
@@ -173,6 +163,6 @@ def _room(queues: Queues, slot: Any) -> Any:
 def _expected(queues: Queues, decoding: int) -> Any:
     """Tokens that the decoding requests are expected to emit yet."""
     total = 0
-    for turn in range(decoding):
-        total += _may_emit(queues, queues.slots[queues.running[turn]])
+    for place in range(decoding):
+        total += _may_emit(queues, queues.slots[queues.running[place]])
     return total * queues.sglang[0].new_token_ratio

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from simulator.settings import Gibibytes, Requests, Section, Tokens
 
 #: Names that vLLM has for a setting of SGLang.
 VLLM_NAMES = {
@@ -28,12 +30,11 @@ DEFAULT_RUNNING = (2048, 4096)
 #: Output tokens that admission expects of a request at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`).
 CLIP_NEW_TOKENS = 4096
 
-Tokens = Annotated[int, Field(ge=1, le=1 << 21)]
-GraphRequests = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(max_length=4096)]
+GraphRequests = Annotated[tuple[Requests, ...], Field(max_length=4096)]
 Strategy = Literal["auto", "none", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
 
 
-class SglangSettings(BaseModel):
+class SglangSettings(Section):
     """Settings of SGLang, by its own names.
 
     `max_running_requests` without a value is SGLang's default: 48 with drafts, else 2,048 to 4,096 by the pool of
@@ -46,12 +47,10 @@ class SglangSettings(BaseModel):
     rest of the memory.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     name: Literal["sglang"] = "sglang"
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     context_length: Tokens = 32768
-    max_running_requests: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    max_running_requests: Requests | None = None
     max_total_tokens: Annotated[int, Field(ge=1, le=10**9)] | None = None
     chunked_prefill_size: Annotated[int, Field(ge=-1, le=1 << 18)] = 8192
     max_prefill_tokens: Annotated[int, Field(ge=1, le=1 << 18)] = 16384
@@ -68,7 +67,7 @@ class SglangSettings(BaseModel):
     weight_dtype: Literal["bf16", "fp8_tensor", "fp8_block128"] = "bf16"
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "auto"
     mamba_ssm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    runtime_and_activations_gib: Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)] | None = None
+    runtime_and_activations_gib: Gibibytes | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -144,8 +144,11 @@ def test_another_width_or_cache_has_no_answer(tmp_path: Path) -> None:
         ([row(1, 128, 1), row(1, 128, 1)], "line 3: a second row"),
         ([row(1, 128, 1, latency_us_p50=0)], "line 2: heads, rows, batch, context and time must be above 0"),
         ([row(1, 128, 1, samples="many")], "line 2: invalid literal"),
+        ([row(1, 128, 1, latency_us_p80="inf")], "line 2: times must be finite"),
+        ([row(1, 128, 1, latency_us_p20="nan")], "line 2: times must be finite"),
+        ([row(1, 128, 1, latency_us_p20=9e9)], "line 2: times must be finite and p20 <= p50 <= p80"),
     ],
-    ids=["twice", "no time", "no number"],
+    ids=["twice", "no time", "no number", "no end", "not a time", "not ascending"],
 )
 def test_a_bad_row_is_named(tmp_path: Path, rows: list[dict[str, object]], words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -214,7 +217,8 @@ def test_the_record_changes_with_the_rows(shipped: Path) -> None:
     write_attention(shipped / "h200")
     before = attention_record("h200")
     shutil.rmtree(shipped)
-    write_attention(shipped / "h200", [*grid_rows()[1:], row(1, 128, 1, latency_us_p50=7.0)])
+    changed = row(1, 128, 1, latency_us_p50=7.0, latency_us_p20=7.0, latency_us_p80=7.0)
+    write_attention(shipped / "h200", [*grid_rows()[1:], changed])
     after = attention_record("h200")
     assert before is not None
     assert after is not None
@@ -265,3 +269,17 @@ def test_kv_heads_count_like_requests_in_the_measurements() -> None:
     ]
     assert np.median(errors) < 0.03
     assert max(errors) < 0.25  # at 8 requests, between the measured 4 and 16
+
+
+@pytest.mark.parametrize("blocks", ['"16"', "[]", "16", "[16, 0]", '["16"]', "[true]", "[16.5]"])
+def test_block_rows_are_whole_numbers(tmp_path: Path, blocks: str) -> None:
+    (write_attention(tmp_path) / DEVICE_FILE).write_text(f'{{"name": "NVIDIA H200", "block_rows": {blocks}}}')
+    with pytest.raises(UsageError, match="'block_rows' must be a list of whole numbers from 1"):
+        load_attention(tmp_path)
+
+
+@pytest.mark.parametrize("name", [DEVICE_FILE, ROWS_FILE])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    (write_attention(tmp_path) / name).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UsageError, match=f"cannot read .*{name}: it is not UTF-8 text"):
+        load_attention(tmp_path)

@@ -58,7 +58,7 @@ class Watcher:
         assert state["free_blocks"] >= 0
         assert not waiting["blocks"].any()
         assert not waiting["computed"].any()
-        unfinished = len(running) - running["done"].sum() + len(waiting)
+        unfinished = (running["done"] == 0).sum() + len(waiting)
         assert state["num_arrived"] == state["num_finished"] + unfinished
         assert len(set(running["request_id"]) | set(waiting["request_id"])) == len(running) + len(waiting)
         assert len(running) <= self.config.max_num_seqs
@@ -72,15 +72,19 @@ class Watcher:
 
 
 @st.composite
-def request_blocks(draw: st.DrawFn, most: int = 10) -> RequestBlock:
-    """Requests of at most `LONGEST` tokens with shared prefixes, conversations, prompt units and priorities."""
-    count = draw(st.integers(1, most))
+def request_blocks(draw: st.DrawFn, most: int = 10, outgrow: bool = False) -> RequestBlock:
+    """Requests of at most `LONGEST` tokens with shared prefixes, conversations, prompt units and priorities.
+
+    With `outgrow` there are several at nearly one time, all with short prompts and long replies.
+    """
+    count = draw(st.integers(3 if outgrow else 1, most))
     half = LONGEST // 2  # of any length, or short prompts with long replies: those outgrow the pool after admission
-    ranges = draw(st.sampled_from([((1, half), (1, half)), ((1, 4), (half, LONGEST - 4))]))
+    growing = ((1, 4), (half, LONGEST - 4))
+    ranges = growing if outgrow else draw(st.sampled_from([((1, half), (1, half)), growing]))
     prompts, outputs = (
         np.array(draw(st.lists(st.integers(*range_), min_size=count, max_size=count)), np.int32) for range_ in ranges
     )
-    arrival_s = np.cumsum(draw(st.lists(st.floats(0, 0.02), min_size=count, max_size=count)))
+    arrival_s = np.cumsum(draw(st.lists(st.floats(0, 0.002 if outgrow else 0.02), min_size=count, max_size=count)))
     stream = np.array(draw(st.lists(st.integers(-1, 2), min_size=count, max_size=count)), np.int64)
     prefix = PrefixIds.streams(stream, draw(st.sampled_from([0, 8, 20])))
     if draw(st.booleans()):  # prompts in units of 8 tokens, of two families

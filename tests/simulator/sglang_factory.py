@@ -15,7 +15,6 @@ def small_sglang(
 ) -> EngineConfig:
     """An engine with a KV pool of `tokens`, prompts cut at 64 tokens; 1 ms of host time per step, not hidden."""
     values: dict[str, Any] = {
-        "state_slots": 1000,
         "chunked_prefill_size": 64,
         "max_prefill_tokens": 128,
         "overlap_schedule": False,

@@ -190,3 +190,21 @@ def test_what_a_request_was_to_compute_when_it_lost_its_place_is_not_hit(prompt:
     engine, kept = HARNESSES["vllm"].serve(history, HARNESSES["vllm"].watcher(history))
     check_end(history, engine, kept)
     assert engine.state["num_preemptions"] > 0
+
+
+def test_a_state_that_did_not_move_since_its_request_lost_its_place_is_not_paid_for() -> None:
+    # Three replies cross into new blocks in the same steps. The first to run goes last by priority: its state moves,
+    # then another needs the blocks.
+    steps: list[Any] = []
+    env = simpy.Environment()
+    cost = constant_cost(64, 0.0, 160)._replace(publish_us=np.array([0.0, 7.0, 14.0, 21.0]))
+    sink = lambda kind, array: steps.extend(array.copy()) if kind == "steps" else None  # noqa: E731
+    (block,) = requests([30, 31, 31], [100] * 3, [0.0, 0.0005, 0.0005])
+    block = block._replace(priority=np.array([5, 1, 0], np.int32))
+    config = caching(groups=1, num_blocks=20, max_model_len=160, priority_policy=True)
+    Client(Engine(env, config, cost, no_drafts(), sink, buffer_records=1), iter([block]), None)
+    env.run()
+    preempting = [step for step in steps if step["preempted"]]
+    assert preempting
+    for step in preempting:
+        assert step["state_us"] <= 7.0 * step["decoding"]

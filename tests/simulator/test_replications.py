@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.errors import UsageError
 from simulator.replications import half_width, paired, replicate, summarise
 from simulator.scenario import expand
 from simulator.sweep import run_sweep
@@ -75,6 +76,33 @@ def test_run_directory_of_several_seeds(tmp_path: Path) -> None:
     width = pairs.filter(pl.col("metric") == "output_throughput").select(pl.col("high") / pl.col("low")).item()
     own = 1 + 2 * summary["output_throughput_ci95"][0] / summary["output_throughput"][0]
     assert width < own
+
+
+def test_a_sweep_over_seeds_is_not_run_with_several_seeds(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--seeds 2 .* the scenario sweeps 2 itself: give `seed` one value"):
+        run_sweep(RAW, expand({**RAW, "seed": [0, 7]}), tmp_path / "run", seeds=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_methods_with_other_seeds_are_not_paired() -> None:
+    rows = [
+        {"state_method": method, "seed": seed, "output_throughput": 1.0}
+        for method, first in (("storeall", 0), ("treelog", 5))
+        for seed in (first, first + 1)
+    ]
+    with pytest.raises(UsageError, match="only when they ran with the same seeds"):
+        paired(rows, 2, ("state_method", "seed"))
+
+
+def test_replications_that_draw_nothing_have_no_interval() -> None:
+    rows = [
+        {"state_method": method, "seed": seed, "output_throughput": rate}
+        for method, rate in (("storeall", 2.0), ("treelog", 3.0))
+        for seed in range(3)
+    ]
+    (found,) = paired(rows, 3, ("state_method", "seed"))
+    assert (found["ratio"], found["low"], found["high"]) == (pytest.approx(1.5), None, None)
+    assert all(math.isnan(row["output_throughput_ci95"]) for row in summarise(rows, 3, ("state_method", "seed")))
 
 
 def test_one_seed_leaves_the_run_directory_as_it_was(tmp_path: Path) -> None:

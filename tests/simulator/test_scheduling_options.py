@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factory import requests, run, small
+from factory import chain_acceptance, requests, run, small
 from workloads import csv_file, workload
 
 from lab.errors import InfeasibleError, UsageError
@@ -51,9 +51,30 @@ def test_asynchronous_scheduling_hides_host_time_and_holds_a_finished_request_on
     _, plain = run(small(), requests([10], [3]))
     _, ahead = run(small(async_scheduling=True), requests([10], [3]))
     assert plain["steps"]["duration_us"].tolist() == [1010.0, 1001.0, 1001.0]
-    assert ahead["steps"]["duration_us"].tolist() == [1000.0, 1000.0, 1000.0, 1000.0]
-    assert ahead["steps"]["emitted_tokens"].tolist() == [1, 1, 1, 0]
+    assert ahead["steps"]["duration_us"].tolist() == [1000.0, 1000.0, 1000.0]
+    assert ahead["steps"]["host_us"].tolist() == [990.0, 999.0, 999.0]
     assert ahead["requests"]["last_token_s"] == pytest.approx(3e-3)
+    _, ahead = run(small(async_scheduling=True), requests([10, 10], [3, 5]))
+    assert ahead["steps"]["running"].tolist() == [2, 2, 2, 2, 1]
+    assert ahead["steps"]["decoding"].tolist() == [0, 2, 2, 1, 1]
+
+
+def test_a_request_that_accepted_drafts_end_early_is_verified_once_more() -> None:
+    sure = chain_acceptance(1.0, 1.0, 1.0)
+    for output, rounds in ((5, 2), (6, 2), (2, 1)):  # 1 + 4; 1 + 4 + 1 foreseen; 1 + 1 foreseen
+        _, kept = run(small(rows=4, async_scheduling=True), requests([10], [output]), sure)
+        assert kept["requests"]["verify_rounds"].tolist() == [rounds - (output == 5)]
+        assert kept["steps"]["decoding"].tolist() == [0] + [1] * rounds
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_client_sends_its_next_request_when_the_last_is_answered(ahead: bool, rows: int) -> None:
+    config = small(async_scheduling=ahead, rows=rows)
+    acceptance = chain_acceptance(0.9, 0.8, 0.7) if rows > 1 else None
+    _, kept = run(config, requests([10] * 4, [3, 9, 1, 6]), acceptance, max_concurrency=1)
+    done = by_id(kept)
+    assert done["arrival_s"][1:].tolist() == done["last_token_s"][:-1].tolist()
 
 
 def test_with_asynchronous_scheduling_a_new_request_misses_the_step_that_is_scheduled_already() -> None:

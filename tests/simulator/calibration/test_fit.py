@@ -12,7 +12,7 @@ from lab.errors import UsageError
 from simulator.calibration.compare import fitted_metrics
 from simulator.calibration.constants import CONSTANTS
 from simulator.calibration.fit import fit
-from simulator.calibration.levels import chain_acceptance, level_of
+from simulator.calibration.levels import Level, chain_acceptance, level_of
 from simulator.calibration.measure import measure
 from simulator.calibration.report import calibrate, write_calibration
 from simulator.calibration.results import EngineResult, read_results
@@ -132,6 +132,54 @@ def test_a_sweep_cannot_be_calibrated(files: list[Path]) -> None:
 def test_unknown_constant_is_named(files: list[Path]) -> None:
     with pytest.raises(UsageError, match=r"no constant 'host\.x'; known are host\.ms_per_step"):
         calibrate(RAW, files[:1], ("host.x",))
+
+
+def drafting(acceptance_length: float | None) -> Level:
+    asked = EngineResult("", "", 50, 1000.0, 210.0, 4.0, 1.0, None, {}, acceptance_length=acceptance_length)
+    return level_of({**RAW, "speculation": {"state_method": "treewy", "tree": "1,1"}}, asked)
+
+
+def test_a_fitted_acceptance_takes_the_place_of_the_scenarios_but_not_of_a_measured_one() -> None:
+    told, untold = drafting(1.5), drafting(None)
+    assert told.predict({"acceptance": 0.99}) == told.predict({})
+    assert untold.predict({"acceptance": 0.99})["acceptance_length"] > 2.5
+
+
+def test_acceptance_is_not_fitted_where_every_result_tells_it(tmp_path: Path) -> None:
+    record = json.loads(vllm_result(tmp_path / "r.json", 4.0, {}).read_text())
+    (tmp_path / "r.json").write_text(json.dumps(record | {"spec_decode_acceptance_length": 1.5}))
+    raw = {**RAW, "speculation": {"state_method": "treewy", "tree": "1,1"}}
+    with pytest.raises(UsageError, match="every result tells its own; leave it out of --constants"):
+        calibrate(raw, [tmp_path / "r.json"], ("acceptance",))
+
+
+def test_a_result_without_lengths_has_the_requests_of_the_scenario() -> None:
+    asked = EngineResult("", "", 60, 1000.0, 100.0, None, 1.0, 4, {})
+    engine = {"max_model_len": 16384, "enable_prefix_caching": True}
+    load = {"lengths": "balanced-chat", "shared_prefix_tokens": 700, "priority_classes": {0: 1, 5: 1}}
+    (block,) = level_of({**RAW, "engine": engine, "workload": load}, asked).blocks()
+    assert block.prefix is not None
+    assert block.prefix.shared_tokens == 700
+    assert set(block.priority.tolist()) == {0, 5}
+    assert block.prompt_tokens.mean() == pytest.approx(1000.0, abs=1)
+    turns = {"trace": "sharegpt-multiturn", "think_time_s": 2.0}
+    (block,) = level_of({**RAW, "engine": engine, "workload": turns}, asked).blocks()
+    assert block.turns is not None
+    assert block.turns.think_s == 2.0
+
+
+def test_a_detailed_result_tells_neither_prefixes_nor_priorities(files: list[Path]) -> None:
+    result = read_results(files[0])[0]
+    engine = {"max_model_len": 16384, "enable_prefix_caching": True}
+    shared = {**RAW["workload"], "shared_prefix_tokens": 64}
+    with pytest.raises(UsageError, match="does not tell which prompts share a prefix"):
+        level_of({**RAW, "engine": engine, "workload": shared}, result)
+    level_of({**RAW, "engine": engine}, result)
+    classes = {**RAW["workload"], "priority_classes": {0: 1, 5: 1}}
+    with pytest.raises(UsageError, match="no priorities"):
+        level_of(
+            {**RAW, "engine": {"max_model_len": 16384, "scheduling_policy": "priority"}, "workload": classes}, result
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 3, 7])

@@ -132,14 +132,6 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue() -> None:
     assert done["last_token_s"][2] < done["last_token_s"][1]
 
 
-def test_a_running_request_holds_slots_of_the_state_pool() -> None:
-    config = small_sglang(max_num_seqs=4, sglang={"state_slots": 8, "state_slots_held": 3})
-    engine, kept = run(config, requests([10] * 6, [20] * 6))
-    assert kept["steps"]["running"].max() == 2
-    assert engine.state["memory_limited_steps"] > 0
-    assert engine.state["seqs_limited_steps"] == 0
-
-
 def test_what_keeps_requests_waiting_is_counted() -> None:
     by_seqs, _ = run(small_sglang(max_num_seqs=1), requests([10] * 3, [9] * 3))
     assert by_seqs.state["seqs_limited_steps"] > 10
