@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.errors import UsageError
 from simulator.traces import Trace
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def requests_of(
         stream = trace.conversation[rows] + round_ * (int(trace.conversation.max()) + 1)
     prefix = PrefixIds.streams(stream, workload.shared_prefix_tokens)
     if trace.hash_ids is not None:
+        _check_units(trace, workload.hash_block_tokens)
         units = trace.hash_ids.of(rows, round_ * _AGAIN)
         prefix = prefix._replace(unit_tokens=workload.hash_block_tokens, unit_start=units.start, unit_ids=units.ids)
     return RequestBlock(
@@ -78,3 +80,17 @@ def requests_of(
         None,
         prefix,
     )
+
+
+def _check_units(trace: Trace, unit_tokens: int) -> None:
+    """Raise `UsageError` unless every prompt has as many units as its tokens need."""
+    assert trace.hash_ids is not None
+    given = np.diff(trace.hash_ids.start)
+    needed = -(-trace.prompt_tokens.astype(np.int64) // unit_tokens)
+    wrong = np.flatnonzero(given != needed)
+    if len(wrong):
+        row = int(wrong[0])
+        raise UsageError(
+            f"trace '{trace.source}', row {row + 1}: {given[row]} hash_ids for {trace.prompt_tokens[row]} tokens; "
+            f"units of workload.hash_block_tokens = {unit_tokens} tokens need {needed[row]}"
+        )

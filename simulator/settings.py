@@ -159,7 +159,7 @@ class WorkloadSettings(Section):
     think_time_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     hash_block_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     shared_prefix_tokens: Annotated[int, Field(ge=0, le=1 << 21)] = 0
-    priority_classes: dict[Priority, Share] | None = None
+    priority_classes: Annotated[dict[Priority, Share], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkloadSettings:

@@ -1,4 +1,4 @@
-"""What `simulate` and `plan` say about a profile of the user's before they run: methods that it does not price."""
+"""What `simulate` and `plan` say before they run: what a profile does not price, foreign calibrations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ from lab.errors import UsageError
 
 if TYPE_CHECKING:
     from simulator.scenario import Scenario
+
+
+def calibration_notes(cells: Iterable[Scenario]) -> list[str]:
+    """One sentence for every calibration that was fitted on another model or GPU than a cell that uses it."""
+    from simulator.calibration.file import calibration_record
+
+    notes: dict[str, None] = {}
+    for cell in cells:
+        if cell.calibration is None:
+            continue
+        record = calibration_record(cell.calibration, cell.model, cell.gpu)
+        if not record["same_model_and_gpu"]:
+            fitted = record["fitted_on"] or {}
+            on = f"{fitted.get('model', 'an unnamed model')} on {fitted.get('gpu', 'an unnamed GPU')}"
+            notes[
+                f"calibration {cell.calibration} was fitted on {on}, not on {cell.model} on {cell.gpu}; "
+                "fit one of this setup with treewy calibrate"
+            ] = None
+    return list(notes)
 
 
 def profile_notes(cells: Iterable[Scenario]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from lab.cli.output import JSON_OPTION
-from lab.cli.profilenotes import profile_notes
+from lab.cli.profilenotes import calibration_notes, profile_notes
 from lab.errors import InterruptedSweepError, UsageError
 
 #: Where a flag's value goes in the scenario.
@@ -113,7 +113,8 @@ def scenario_command(run: Runner, show: Callable[[Path, bool], None], text: str)
 
         raw = load(scenario, {name: given[name] for name in PLACES if given[name] is not None})
         folder = out if out is not None else Path("runs") / str(raw["name"])
-        for note in profile_notes(expand(raw)):
+        cells = expand(raw)
+        for note in (*profile_notes(cells), *calibration_notes(cells)):
             typer.echo(f"warning: {note}", err=True)
         try:
             with progress_bar("simulating") as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from kernel_profiles import grid_rows, write_profile
 
-from lab.cli.profilenotes import profile_notes
+from lab.cli.profilenotes import calibration_notes, profile_notes
 from lab.profiles.folders import target_folder
 from simulator.scenario import expand
 
@@ -63,3 +64,16 @@ def test_a_profile_without_steps_is_unusable(call: Any, mine: Path, tmp_path: Pa
     code, _, err = call("simulate", str(tmp_path / "scenario.yaml"))
     assert code == 2
     assert "profile mine holds no row of phase step with a time" in err
+
+
+def test_a_calibration_of_another_gpu_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    record = {
+        "schema_version": 1, "fitted_on": {"model": "Qwen3.5-35B-A3B", "gpu": "h200"},
+        "constants": {"host.ms_per_step": {"value": 3.0}},
+    }  # fmt: skip
+    file.write_text(json.dumps(record), encoding="utf-8")
+    here = {**SCENARIO, "gpu": "h200", "calibration": str(file)}
+    assert calibration_notes(expand(here)) == []
+    (note,) = calibration_notes(expand({**here, "gpu": "b200"}))
+    assert "fitted on Qwen3.5-35B-A3B on h200, not on Qwen3.5-35B-A3B on b200" in note

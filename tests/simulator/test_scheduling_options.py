@@ -162,3 +162,14 @@ def test_a_bad_column_of_a_trace_is_named(tmp_path: Any, column: str, value: str
     path = csv_file(tmp_path, f"input_tokens,output_tokens,{column}\n10,5,1\n10,5,{value}\n")
     with pytest.raises(UsageError, match=rf"column {column}, row 2: '{value}' is not"):
         list(request_blocks(workload(trace=path, num_requests=2), 0))
+
+
+def test_prompts_need_as_many_units_as_their_tokens_fill(tmp_path: Any) -> None:
+    path = csv_file(tmp_path, "input_tokens,output_tokens,hash_ids\n1000,5,1 2\n1100,5,1 2\n")
+    with pytest.raises(UsageError, match=r"row 2: 2 hash_ids for 1100 tokens; units .* = 512 tokens need 3"):
+        list(request_blocks(workload(trace=path, num_requests=2), 0))
+
+
+def test_no_priority_class_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="priority_classes"):
+        workload(num_requests=2, priority_classes={})
