@@ -37,6 +37,10 @@ GROUP_FIELDS: tuple[str, ...] = (
     "max_num_seqs",
     "max_model_len",
     "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "prefix_cache_retention_interval",
+    "scheduling_policy",
+    "async_scheduling",
     "num_requests",
     "seed",
 )
@@ -73,6 +77,10 @@ class Cell:
     running_limit: int
     max_model_len: int
     max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    prefix_cache_retention_interval: int | None
+    scheduling_policy: str
+    async_scheduling: bool
     workload: str
     arrivals: str
     request_rate: float | None
@@ -106,6 +114,7 @@ class Cell:
     peak_kv_gib: float
     reserved_records_gib: float
     num_preemptions: float
+    prefix_cache_hit_rate: float
     memory_bound: bool
     memory_limited_steps: float
     seqs_limited_steps: float
@@ -213,6 +222,11 @@ class Group:
         return self.load_field != "max_concurrency"
 
     @property
+    def caches(self) -> bool:
+        """Whether its cells keep prefixes of earlier requests to hit."""
+        return self.cells[0].enable_prefix_caching
+
+    @property
     def budgets(self) -> list[float]:
         """Values of gpu_memory_utilization, the largest first."""
         return sorted({cell.gpu_memory_utilization for cell in self.cells}, reverse=True)
@@ -318,8 +332,16 @@ def _label(cell: Cell, differing: list[str], load: LoadField) -> str:
     if cell.engine == "sglang":
         parts.insert(1, "SGLang")
     told = {"engine", "model", "gpu", "tensor_parallel_size", "workload", "arrivals", load}
-    parts += [f"{field} {getattr(cell, field)}" for field in differing if field not in told]
+    parts += [_setting(cell, field) for field in differing if field not in told]
     return ", ".join(parts)
+
+
+def _setting(cell: Cell, field: str) -> str:
+    """A field and its value, as a scenario writes them."""
+    value = getattr(cell, field)
+    if field == "engine_options":
+        return f"{field} {value or 'default'}"
+    return f"{field} {str(value).lower() if value is None or isinstance(value, bool) else value}"
 
 
 def _read_record(path: Path) -> Mapping[str, Any]:

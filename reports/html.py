@@ -46,9 +46,9 @@ from reports.sources import (
     workloads,
 )
 from reports.tables import (
-    CELL_COLUMNS,
     RATIO_COLUMNS,
     best_rows,
+    cell_columns,
     cell_table,
     knee_rows,
     ledger_columns,
@@ -204,11 +204,11 @@ def _environment() -> jinja2.Environment:
         "ratio_bodies": ratio_bodies,
         "ledger_columns": ledger_columns,
         "ledger_table": ledger_table,
+        "cell_columns": cell_columns,
         "cell_table": cell_table,
         "findings": findings,
         "counted": counted,
         "first_burst": first_burst,
-        "CELL_COLUMNS": CELL_COLUMNS,
         "CONFIDENCE": CONFIDENCE,
         "TIE": TIE_TEXT,
         "LOAD_TITLES": LOAD_TITLES,

@@ -168,6 +168,11 @@ CELL_COLUMNS = (
 )
 
 
+def cell_columns(group: Group) -> tuple[str, ...]:
+    """Columns of the table of a group's cells."""
+    return (*CELL_COLUMNS, "prefix cache hit rate") if group.caches else CELL_COLUMNS
+
+
 def cell_table(group: Group) -> list[tuple[Cell, list[str]]]:
     """Every cell with its main figures."""
     return [
@@ -191,6 +196,7 @@ def cell_table(group: Group) -> list[tuple[Cell, list[str]]]:
                 percent(cell.budget_limited_steps),
                 limit_text(cell),
                 percent(cell.extrapolated_steps),
+                *([percent(cell.prefix_cache_hit_rate)] if group.caches else []),
             ],
         )
         for cell in group.cells

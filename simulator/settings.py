@@ -19,6 +19,23 @@ Routing = Literal["power_law_1.2", "power_law_1.01", "balanced"]
 GraphSizes = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(max_length=4096)]
 Gibibytes = Annotated[float, Field(ge=0, le=1024, allow_inf_nan=False)]
 
+#: Settings of vLLM that summary.csv holds in a column of their own.
+_COLUMNS = {
+    "name",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "running_limit",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "prefix_cache_retention_interval",
+    "scheduling_policy",
+    "async_scheduling",
+    "weight_dtype",
+    "kv_cache_dtype",
+    "mamba_ssm_cache_dtype",
+}
+
 
 class Section(BaseModel):
     """A mapping of known fields that do not change."""
@@ -83,9 +100,9 @@ class EngineSettings(Section):
 
     @property
     def options(self) -> str:
-        """Sizes of CUDA graphs that were given; other settings without a column are in run.json alone."""
-        sizes = self.cudagraph_capture_sizes
-        return "" if sizes is None else f"cudagraph_capture_sizes {list(sizes)}"
+        """Settings off their defaults that have no column of their own in summary.csv."""
+        changed = self.model_dump(mode="json", exclude_defaults=True, exclude=_COLUMNS)
+        return "; ".join(f"{name} {value}" for name, value in changed.items())
 
     @property
     def kv_dtype(self) -> str:

@@ -22,17 +22,24 @@ def _run(
 
 
 def show_summary(folder: Path, as_json: bool) -> None:
-    """The main columns of a run's summary.csv as a table, or all of it as JSON; the folder's name on stderr."""
+    """The main columns of a run's summary.csv as a table, or all of it as JSON; the folder's name on stderr.
+
+    Settings that differ between cells come after method and tree, the hit rate of a prefix cache last.
+    """
     import polars as pl
+
+    from reports.data import GROUP_FIELDS
 
     frame = pl.read_csv(folder / "summary.csv", infer_schema_length=None)
     typer.echo(f"wrote {folder}", err=True)
     if as_json:
         print_json(frame.to_dicts())
         return
+    swept = [name for name in GROUP_FIELDS if frame[name].n_unique() > 1]
     columns = {
         "state_method": "method",
         "tree": "tree",
+        **{name: name for name in swept},
         "gpu_memory_utilization": "gmu",
         "max_concurrency": "max conc.",
         "request_rate": "req/s",
@@ -44,11 +51,16 @@ def show_summary(folder: Path, as_json: bool) -> None:
         "peak_kv_usage": "peak KV usage",
         "num_preemptions": "preemptions",
     }
-    rows = [
-        [f"{value:.4g}" if isinstance(value, float) else "-" if value is None else value for value in row]
-        for row in frame.select(*columns).iter_rows()
-    ]
-    print_table("", list(columns.values()), rows, left=2)
+    if frame["enable_prefix_caching"].any():
+        columns["prefix_cache_hit_rate"] = "hit rate"
+    rows = [[_text(value) for value in row] for row in frame.select(*columns).iter_rows()]
+    print_table("", list(columns.values()), rows, left=2 + len(swept))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 command = scenario_command(

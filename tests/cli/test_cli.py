@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+import yaml
 
 SCENARIO = """
 name: tiny
@@ -140,6 +142,36 @@ def test_simulate_writes_a_run_directory_and_prints_its_summary(call: Any, scena
         "steps.parquet",
         "summary.csv",
     ]
+
+
+def test_the_table_shows_what_was_swept_and_the_hit_rate(call: Any, scenario: Path, tmp_path: Path) -> None:
+    raw = yaml.safe_load(SCENARIO)
+    raw["speculation"]["state_method"] = "storeall"
+    trace = tmp_path / "talk.csv"
+    turns = [f"{talk},{tokens},40" for tokens in (4000, 8000, 12000) for talk in (1, 2)]
+    trace.write_text("\n".join(["conversation,input_tokens,output_tokens", *turns]))
+    raw["workload"] |= {"trace": str(trace), "max_concurrency": 2, "num_requests": 6}
+    swept = {"async_scheduling": [False, True], "num_gpu_blocks_override": [900, 1000]}
+    scenario.write_text(yaml.safe_dump(raw | {"engine": {"enable_prefix_caching": True, **swept}}))
+    code, out, _ = call("simulate", str(scenario), "--out", str(tmp_path / "run"), "--jobs", "1")
+    assert code == 0
+    header, _, *rows = [re.split(r" {2,}", line) for line in out.strip().splitlines()]
+    assert header[:4] == ["method", "tree", "engine_options", "async_scheduling"]
+    assert header[-1] == "hit rate"
+    options = [f"num_gpu_blocks_override {count}" for count in (900, 1000)]
+    told = {(row[header.index("engine_options")], row[header.index("async_scheduling")]) for row in rows}
+    assert told == {(option, value) for option in options for value in ("false", "true")}
+    rates = pl.read_csv(tmp_path / "run" / "summary.csv")["prefix_cache_hit_rate"]
+    assert all(rate > 0 for rate in rates)
+    assert [float(row[-1]) for row in rows] == pytest.approx(rates.to_list(), abs=1e-3)
+
+
+def test_a_table_of_equal_settings_without_a_cache_has_no_more_columns(
+    call: Any, scenario: Path, tmp_path: Path
+) -> None:
+    _, out, _ = call("simulate", str(scenario), "--out", str(tmp_path / "run"), "--jobs", "1")
+    assert out.splitlines()[0].split()[:3] == ["method", "tree", "gmu"]
+    assert "hit rate" not in out
 
 
 def test_plan_takes_another_model_and_a_csv_of_ones_own(call: Any, scenario: Path, tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lab.errors import UsageError
-from reports.data import load_run
+from reports.data import GROUP_FIELDS, Cell, load_run
+from reports.tables import CELL_COLUMNS, cell_columns, cell_table
+from reports.text import percent
+from simulator.settings import EngineSettings
 from tests.reports.synthetic import rate_sweep, record, row, sweep, write_run
 
 
@@ -40,6 +44,55 @@ def test_cells_of_other_models_workloads_or_seeds_are_never_mixed(tmp_path: Path
     groups = load_run(write_run(tmp_path / "run", rows)).groups
     assert len(groups) == len(settings)
     assert len({group.label for group in groups}) == len(settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "labels"),
+    [
+        ("async_scheduling", (False, True), ("false", "true")),
+        ("enable_prefix_caching", (False, True), ("false", "true")),
+        ("prefix_cache_retention_interval", ("", 0, 4096), ("none", "0", "4096")),
+        ("scheduling_policy", ("fcfs", "priority"), ("fcfs", "priority")),
+        ("engine_options", ("", "watermark 0.05"), ("default", "watermark 0.05")),
+    ],
+)
+def test_every_engine_option_sets_groups_apart(
+    tmp_path: Path, field: str, values: tuple[object, ...], labels: tuple[str, ...]
+) -> None:
+    rows = [cell for value in values for cell in sweep(loads=(8,), **{field: value})]
+    groups = load_run(write_run(tmp_path / "run", rows)).groups
+    assert [group.label.rpartition(", ")[2] for group in groups] == [f"{field} {label}" for label in labels]
+    assert {len(group.cells) for group in groups} == {len(rows) // len(values)}
+
+
+def test_every_setting_of_the_engine_is_a_column_or_an_option() -> None:
+    columns = {field.name for field in fields(Cell)} | {"name"}
+    changed = {
+        "long_prefill_token_threshold": 512,
+        "enable_chunked_prefill": False,
+        "scheduler_reserve_full_isl": False,
+        "watermark": 0.05,
+        "cudagraph_capture_sizes": [1, 2],
+        "reserve_speculative_blocks": True,
+        "num_gpu_blocks_override": 300,
+        "kv_cache_memory_bytes": 1 << 30,
+        "runtime_and_activations_gib": 4.5,
+    }
+    assert set(EngineSettings.model_fields) - columns == {*changed, "mamba_ssm_cache_dtype"}  # state_dtype's column
+    assert EngineSettings().options == ""
+    for name, value in changed.items():
+        assert EngineSettings.model_validate({name: value}).options == f"{name} {value}"
+    drawn = {"gpu_memory_utilization", "running_limit"}  # an axis of the charts, and what follows from max_num_seqs
+    assert columns & set(EngineSettings.model_fields) - drawn - {"name"} <= set(GROUP_FIELDS)
+
+
+def test_the_hit_rate_is_told_where_prefixes_are_cached(tmp_path: Path) -> None:
+    caching = {"enable_prefix_caching": True, "prefix_cache_hit_rate": 0.25}
+    rows = [row(n, "treelog", "1,1,1", 0.75, 8, **extra) for n, extra in enumerate(({}, caching))]
+    without, cached = load_run(write_run(tmp_path / "run", rows)).groups
+    assert cell_columns(without) == CELL_COLUMNS
+    told = dict(zip(cell_columns(cached), cell_table(cached)[0][1], strict=True))
+    assert told["prefix cache hit rate"] == percent(0.25)
 
 
 def test_a_method_without_drafts_answers_for_every_tree(tmp_path: Path) -> None:
