@@ -23,6 +23,7 @@ import polars as pl
 from lab.data import read_csv
 from lab.profiles.kernels import interpolation_errors, load_profile
 from reports import evidence, replay, serving
+from reports.publishedratios import memory_bound, replay_t4
 from reports.serving_causes import what_ifs
 from simulator.scenario import Scenario
 from simulator.sweep import run_sweep
@@ -162,6 +163,8 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
         table_4=table,
         knees=knees(summary),
         identity=identity(table),
+        memory_bound=memory_bound(summary),
+        replay_t4=replay_t4(),
         smaller_pool={row["quantity"]: row for row in smaller_pool},
         implied_runtime_gib=IMPLIED_RUNTIME_GIB,
         device=evidence.device(),
