@@ -136,6 +136,7 @@ def expand(raw: Mapping[str, Any]) -> list[Scenario]:
 
     Raises `UsageError` naming field, value and what is allowed.
     """
+    _refuse_engine_as_text(raw)
     raw = with_calibration(raw)
     axes: list[list[tuple[tuple[str, ...], Any]]] = []
     for path in SWEEP_FIELDS:
@@ -169,10 +170,20 @@ def sglang_settings(**values: Any) -> SglangSettings:
 
 def replace_fields(raw: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """A copy of a scenario's mapping with other values at the given paths."""
+    _refuse_engine_as_text(raw)
     for path in values:
         if len(path) > 1 and not isinstance(raw.get(path[0], {}), Mapping):
             raise UsageError(f"{path[0]} must be a mapping of fields such as {path[1]}")
     return _with(raw, values)
+
+
+def _refuse_engine_as_text(raw: Mapping[str, Any]) -> None:
+    """Say how an engine is chosen where its name stands in place of its section."""
+    engine = raw.get("engine")
+    if isinstance(engine, str):
+        names = [engine.lower()] if engine.lower() in ENGINES else ENGINES
+        ways = " or ".join(f"{{name: {name}}}" for name in names)
+        raise UsageError(f"engine = '{engine:.60}': write engine: {ways}")
 
 
 def _get(raw: Mapping[str, Any], path: tuple[str, ...]) -> Any:

@@ -41,19 +41,26 @@ def command(
     The load (rate, concurrency, lengths and send times where the result is detailed) is the result's own. Fields of the
     result are in the client's units: milliseconds where a name ends in _ms.
     """
-    from lab.errors import UsageError
+    from lab.errors import InterruptedSweepError, UsageError
     from simulator.calibration.constants import DEFAULT_NAMES
-    from simulator.calibration.report import calibrate, write_calibration
+    from simulator.calibration.report import calibrate, check_out, write_calibration
 
     given = locals()
     if not fit and (out is not None or constants is not None):
         raise UsageError("--out and --constants belong to --fit; add --fit, or leave them away")
     flags = {name: given[name] for name in PLACES if given.get(name) is not None}
     names = DEFAULT_NAMES if constants is None else tuple(name.strip() for name in constants.split(","))
-    found = calibrate(load(scenario, flags), engine_result, names if fit else ())
+    if out is not None:
+        check_out(out, names)
+    try:
+        found = calibrate(load(scenario, flags, calibrated=not fit), engine_result, names if fit else ())
+    except KeyboardInterrupt:
+        raise InterruptedSweepError("nothing was written") from None
     if out is not None:
         write_calibration(found, out)
         typer.echo(f"wrote {out}", err=True)
+    for text in found.notes:
+        typer.echo(f"note: {text}", err=True)
     if as_json:
         print_json(found.to_json())
     else:
@@ -61,8 +68,6 @@ def command(
 
 
 def _print(found: Calibration) -> None:
-    for text in found.notes:
-        typer.echo(f"note: {text}", err=True)
     _errors("measured, and simulated with the scenario's constants", found.errors)
     if found.fit is None:
         return

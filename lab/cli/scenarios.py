@@ -132,18 +132,22 @@ def _flag(name: str, text: str, engine: str = "") -> Any:
     return typer.Option(None, name, help=f"{text}; in place of the scenario's{whose}.", rich_help_panel="Scenario")
 
 
-def load(scenario: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+def load(scenario: Path, flags: Mapping[str, Any], calibrated: bool = True) -> dict[str, Any]:
     """The scenario's mapping with the given flags in place of its fields.
 
     A flag that makes another service of it (model, GPU, trace, …) is added to its name. A trace takes the place of a
     length distribution; arrivals by a clock take away the closed loop's cap, and the closed loop the clock's rate.
+    A calibration is looked up beside the scenario's file, unless `calibrated` is false: nothing will read it.
     """
+    from simulator.calibration.file import find_calibration
     from simulator.scenario import read_yaml, replace_fields
 
     raw = replace_fields(read_yaml(scenario), {PLACES[name]: value for name, value in flags.items()})
     name = raw.setdefault("name", scenario.stem)
     if not isinstance(name, str) or not re.fullmatch(r"[\w][\w .+-]{0,99}", name):
         raise UsageError(f"name = {name!r}: letters, digits, spaces and . _ + - are allowed; it names a folder")
+    if calibrated and isinstance(raw.get("calibration"), str):
+        raw["calibration"] = find_calibration(raw["calibration"], scenario.parent)
     workload = raw.get("workload")
     if isinstance(workload, dict):
         if "trace" in flags:

@@ -18,6 +18,8 @@ from simulator.calibration.units import LEAST_MS, check_units
 from simulator.traces import MAX_TOKENS
 
 _UNITS_S = {"_s": 1.0, "_ms": 1e-3}
+#: Medians above these are milliseconds in a column that says seconds.
+MOST_TTFT_S, MOST_TPOT_S = 600.0, 2.0
 
 
 def read_csv_result(path: Path) -> EngineResult:
@@ -28,6 +30,10 @@ def read_csv_result(path: Path) -> EngineResult:
         raise UsageError(f"engine result {path} is empty; its first line must name the columns") from None
     except (OSError, pl.exceptions.PolarsError) as error:
         raise UsageError(f"engine result {path} cannot be read as CSV: {str(error).splitlines()[0]}") from None
+    header = frame.columns[0]
+    if len(frame.columns) == 1 and (";" in header or "\t" in header):
+        mark = "semicolons" if ";" in header else "tabs"
+        raise UsageError(f"engine result {path}: the columns are separated by {mark}; use commas")
     if frame.is_empty():
         raise UsageError(f"engine result {path} holds no requests")
     prompts, outputs = (_tokens(frame, path, name) for name in ("input_tokens", "output_tokens"))
@@ -38,12 +44,13 @@ def read_csv_result(path: Path) -> EngineResult:
         _point_s(frame, path, arrival, *names) for names in (("first_token", "ttft"), ("last_token", "e2el"))
     )
     _check_order(arrival, first, last, path)
+    _check_seconds(frame, outputs, arrival, first, last, path)
     order = np.argsort(arrival, kind="stable")
     start = float(arrival.min())
     arrival, first, last = ((times - start)[order] for times in (arrival, first, last))
     prompts, outputs = prompts[order], outputs[order]
     metrics = latency_metrics(arrival, first, last, prompts, outputs)
-    check_units(metrics, len(prompts), float(outputs.sum()), str(path))
+    check_units(metrics, len(prompts), float(outputs.sum()), str(path), apart=10.0)
     return EngineResult(
         path=str(path),
         client="CSV of request times",
@@ -86,11 +93,43 @@ def _check_order(arrival: Floats, first: Floats, last: Floats, path: Path) -> No
         )
 
 
+def _check_seconds(
+    frame: pl.DataFrame, outputs: Floats, arrival: Floats, first: Floats, last: Floats, path: Path
+) -> None:
+    """Columns that end in _s must not hold milliseconds: no service takes so long for a first or a further token."""
+    several = outputs > 1
+    per_token = (last - first)[several] / (outputs[several] - 1)
+    for names, value, most, what in (
+        (("ttft_s", "first_token_s"), float(np.median(first - arrival)), MOST_TTFT_S, "TTFT"),
+        (
+            ("e2el_s", "last_token_s"),
+            float(np.median(per_token)) if several.any() else 0.0,
+            MOST_TPOT_S,
+            "time per further token",
+        ),
+    ):
+        column = next((name for name in names if name in frame.columns), None)
+        if column is not None and value > most:
+            raise UsageError(
+                f"{path}: by {column} the median {what} is {value:.4g} s, which looks like milliseconds; rename the "
+                f"column to {column.removesuffix('_s')}_ms, or divide by 1000"
+            )
+
+
 def _time_s(frame: pl.DataFrame, path: Path, name: str) -> Floats | None:
-    for ending, factor in _UNITS_S.items():
-        if name + ending in frame.columns:
-            return _numbers(frame, path, name + ending) * factor
-    return None
+    given = [ending for ending in _UNITS_S if name + ending in frame.columns]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise UsageError(f"{path} has both {name}_s and {name}_ms; remove one of the two columns")
+    column = name + given[0]
+    values = _numbers(frame, path, column)
+    bad = np.flatnonzero(values < 0)
+    if bad.size:
+        raise UsageError(
+            f"{path}, row {int(bad[0]) + 1}: {column} = {values[bad[0]]:g} is negative; times count from 0 on"
+        )
+    return values * _UNITS_S[given[0]]
 
 
 def _tokens(frame: pl.DataFrame, path: Path, name: str) -> Floats:

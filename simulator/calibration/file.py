@@ -26,6 +26,17 @@ SCENARIO_CONSTANTS: dict[str, float] = {
 }
 
 
+def find_calibration(name: str, folder: Path) -> str:
+    """The file that a scenario in `folder` names: beside the scenario, else in the working directory."""
+    beside = folder / name
+    if beside.is_file():
+        return str(beside)
+    if Path(name).is_file():
+        return name
+    places = dict.fromkeys(str(path.absolute()) for path in (beside, Path(name)))
+    raise UsageError(f"calibration = '{name}': there is no file {' and none '.join(places)}; correct the path")
+
+
 def read_calibration(name: str) -> dict[str, Any]:
     """The file as written; raises `UsageError` that says what is wrong with it."""
     path = Path(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +63,23 @@ class Calibration:
         return record
 
 
+def check_out(path: Path, names: Sequence[str]) -> None:
+    """Refuse a file that could not be written, or would hold no constant, before the time of a fit is spent."""
+    defaults(names)
+    if not SCENARIO_CONSTANTS.keys() & set(names):
+        raise UsageError(
+            f"--out {path}: the file holds {', '.join(SCENARIO_CONSTANTS)}, and none of them is fitted; name one in "
+            "--constants, or leave out --out"
+        )
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {folder}; make it, or name another file")
+    if path.is_dir():
+        raise UsageError(f"--out {path} is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {path}: the folder {folder} cannot be written to; name another file")
+
+
 def calibrate(raw: Mapping[str, Any], files: Sequence[Path], names: Sequence[str]) -> Calibration:
     """Compare all results with the scenario; fit the named constants where names are given.
 
@@ -112,8 +130,10 @@ def _named(levels: Sequence[Level]) -> list[Level]:
 
 
 def _notes(level: Level, result: EngineResult) -> list[str]:
-    """What a reader must know about a level: whose lengths and acceptance it has."""
+    """What a reader must know about a level: which model, whose lengths and acceptance it has."""
     notes = []
+    if result.model is not None and not _same_model(result.model, level.cell.scenario.model):
+        notes.append(f"{level.name}: the result is of {result.model}, the scenario of {level.cell.scenario.model}")
     if result.prompt_tokens is None:
         notes.append(
             f"{level.name}: the result has no lengths; the scenario's were brought to its means, "
@@ -125,6 +145,12 @@ def _notes(level: Level, result: EngineResult) -> list[str]:
     if drafts and "mean_itl_ms" in level.measured:
         notes.append(f"{level.name}: ITL is the time between outputs, each of which may hold several tokens")
     return notes
+
+
+def _same_model(one: str, other: str) -> bool:
+    """Whether two names may mean one model: equal last parts of the path, or one with an ending such as -FP8."""
+    a, b = (name.removesuffix("/config.json").rstrip("/").rpartition("/")[2].lower() for name in (one, other))
+    return a == b or a.startswith(b + "-") or b.startswith(a + "-")
 
 
 def _plain(by_level: Mapping[str, Sequence[Error]]) -> dict[str, dict[str, dict[str, float]]]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.errors import UsageError
-from simulator.calibration.units import check_units
+from simulator.calibration.units import check_detail, check_units
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
@@ -35,7 +35,8 @@ class EngineResult:
     `metrics`: throughput per second and `mean_`, `median_`, `p99_` of ttft, tpot, itl, e2el in `_ms`, as far as given.
     `prompt_tokens`, `output_tokens` and `arrival_s` (send times from the first) are there for detailed results only;
     `mean_prompt_tokens` and `mean_output_tokens` always. `request_rate` is None when nothing paced the requests.
-    `per_position` holds the share of verification steps that accepted at least 1, 2, … drafts.
+    `per_position` holds the share of verification steps that accepted at least 1, 2, … drafts. `model` is what
+    the client calls the model, where it does.
     """
 
     path: str
@@ -52,6 +53,7 @@ class EngineResult:
     arrival_s: Floats | None = None
     acceptance_length: float | None = None
     per_position: tuple[float, ...] = field(default=())
+    model: str | None = None
 
     @property
     def load(self) -> str:
@@ -105,12 +107,12 @@ def _from_json(raw: Mapping[str, Any], path: Path) -> EngineResult:
         )
     reader = _Fields(raw, path)
     metrics = _metrics(reader)
-    lengths = _lengths(reader)
     completed = reader.count("completed")
     prompt_total, output_total = reader.number("total_input_tokens"), reader.number("total_output_tokens")
     duration = reader.number("duration")
     metrics["duration_s"] = duration
     check_units(metrics, completed, output_total, str(path))
+    lengths = _lengths(reader)
     burstiness = reader.number("burstiness", 1.0)
     result = EngineResult(
         path=str(path),
@@ -124,6 +126,7 @@ def _from_json(raw: Mapping[str, Any], path: Path) -> EngineResult:
         metrics=metrics,
         acceptance_length=reader.maybe_number("accept_length" if sglang else "spec_decode_acceptance_length"),
         per_position=reader.shares("spec_decode_per_position_acceptance_rates"),
+        model=reader.text("model_id"),
         **lengths,
     )
     _check_detail(result, reader)
@@ -169,6 +172,9 @@ def _lengths(reader: _Fields) -> dict[str, Any]:
     arrival: Floats | None = None
     if starts is not None:
         reader.same_length("input_lens", prompts, "start_times", starts)
+    totals = ("completed", "total_input_tokens", "total_output_tokens", "duration")
+    check_detail(prompts, outputs, starts, {name: reader.number(name) for name in totals}, str(reader.path))
+    if starts is not None:
         arrival = starts[done] - starts[done].min()
     order = np.arange(int(done.sum())) if arrival is None else np.argsort(arrival, kind="stable")
     return {
@@ -241,6 +247,10 @@ class _Fields:
             raise UsageError(f"engine result {self.path}: {name} must be a list of numbers, one per request")
         return found
 
+    def text(self, name: str) -> str | None:
+        value = self._raw.get(name)
+        return value if isinstance(value, str) and value else None
+
     def shares(self, name: str) -> tuple[float, ...]:
         value = self.array(name)
         if value is None:
@@ -252,4 +262,7 @@ class _Fields:
 
     def same_length(self, one: str, a: Floats, other: str, b: Floats) -> None:
         if len(a) != len(b):
-            raise UsageError(f"engine result {self.path}: {one} has {len(a)} entries and {other} {len(b)}")
+            raise UsageError(
+                f"engine result {self.path}: {one} has {len(a)} entries and {other} {len(b)}; "
+                "give lists of the same requests, or leave them out"
+            )

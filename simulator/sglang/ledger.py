@@ -101,6 +101,13 @@ class SglangLedger:
         asked = min(self.settings.max_new_tokens or 0, CLIP_NEW_TOKENS)
         expected = max(longest_total, min(longest_prompt + asked, self.context_length))
         needed = max(expected + law.page_size + 1, longest_total - 1 + law.rows + law.page_size)
+        most = self.settings.max_total_tokens
+        if tokens < needed and most is not None and tokens == most - most % law.page_size:
+            raise InfeasibleError(
+                f"max_total_tokens = {most} is too small for the longest request of the workload, {expected} tokens "
+                f"with the output that is expected; raise max_total_tokens to at least "
+                f"{ceil_div(needed, law.page_size) * law.page_size}"
+            )
         if tokens < needed:
             raise InfeasibleError(
                 f"the KV cache of {tokens} tokens is too small for the longest request of the workload, {expected} "

@@ -176,10 +176,16 @@ def solve_pools(law: RequestLaw, rest_bytes: int, settings: SglangSettings) -> P
     buffered = asked if law.for_all_asked and asked is not None else limit if asked is None else min(asked, limit)
     kv_bytes = rest_bytes - (slots + 1) * law.slot_bytes - _buffers(law, buffered)
     tokens = kv_bytes // law.kv_token_bytes
+    least, room = max(law.page_size, 2), tokens
     if settings.max_total_tokens is not None:
         tokens = min(tokens, settings.max_total_tokens)
     tokens -= tokens % law.page_size
-    if tokens < max(law.page_size, 2):
+    if tokens < least <= room:
+        raise InfeasibleError(
+            f"max_total_tokens = {settings.max_total_tokens} holds no request (page_size is {law.page_size}); raise "
+            f"max_total_tokens to at least {least}"
+        )
+    if tokens < least:
         raise InfeasibleError(
             f"no memory is left for the KV cache: {slots} state slots and buffers for {buffered} running requests take "
             f"all of {gib(rest_bytes)}; lower max_mamba_cache_size, mamba_full_memory_ratio "
@@ -194,7 +200,7 @@ def solve_pools(law: RequestLaw, rest_bytes: int, settings: SglangSettings) -> P
     if limit < 1:
         raise InfeasibleError(
             f"the state cache is too small to serve any request: max_mamba_cache_size {slots} and "
-            f"{law.slots_reserved} state slots per request; {_more_slots(settings)}, or choose a "
+            f"{law.slots_reserved} state slots per request; {_more_slots(settings, law.slots_reserved)}, or choose a "
             "mamba_radix_cache_strategy that reserves fewer slots"
         )
     if by_state_cache:
@@ -230,10 +236,10 @@ def _buffers(law: RequestLaw, requests: int) -> int:
     return law.running_bytes * (requests + 1)
 
 
-def _more_slots(settings: SglangSettings) -> str:
-    """What gives more state slots."""
+def _more_slots(settings: SglangSettings, least: int | None = None) -> str:
+    """What gives more state slots; `least` are needed."""
     ratio, cache = settings.mamba_full_memory_ratio, settings.max_mamba_cache_size
     if cache is not None:
-        return f"raise max_mamba_cache_size ({cache})"
+        return f"raise max_mamba_cache_size ({cache})" + (f" to at least {least}" if least else "")
     halve = ", halve the states with mamba_ssm_dtype bfloat16" if settings.mamba_ssm_dtype != "bfloat16" else ""
     return f"raise mamba_full_memory_ratio ({ratio:g}) or mem_fraction_static ({settings.mem_fraction_static:g}){halve}"

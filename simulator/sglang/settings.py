@@ -22,6 +22,9 @@ VLLM_NAMES = {
     "kv_cache_memory_bytes": "max_total_tokens",
     "block_size": "page_size",
     "cudagraph_capture_sizes": "cuda_graph_bs (requests)",
+    "async_scheduling": "disable_overlap_schedule (true turns it off)",
+    "watermark": "schedule_conservativeness (above 1 keeps more room)",
+    "scheduling_policy": "arrival order alone; leave it out",
 }
 
 #: Running requests by default when drafts are made, and the bounds of the default otherwise.

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.cli.scenarios import load
+
 Call = Callable[..., tuple[int, str, str]]
 
 SCENARIO: dict[str, Any] = {
@@ -62,6 +64,9 @@ def test_fitted_constants_reach_a_run_and_its_record(call: Call, files: tuple[Pa
         (("--out", "c.json"), "--out and --constants belong to --fit"),
         (("--fit", "--constants", "speed"), "no constant 'speed'"),
         (("--fit", "--constants", "acceptance"), "the scenario drafts nothing"),
+        (("--fit", "--constants", "acceptance", "--out", "c.json"), "none of them is fitted; name one in"),
+        (("--fit", "--out", "no/such/c.json"), "there is no folder no/such; make it"),
+        (("--fit", "--out", "."), "is a folder; name a file"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(
@@ -80,3 +85,42 @@ def test_seconds_are_refused_with_the_remedy(call: Call, files: tuple[Path, Path
     code, _, err = call("calibrate", str(files[0]), "--engine-result", str(result))
     assert code == 2
     assert "multiply by 1000" in err
+
+
+def test_another_model_is_noted(call: Call, files: tuple[Path, Path], tmp_path: Path) -> None:
+    fields = {"duration": 10.0, "completed": 5, "total_input_tokens": 500, "total_output_tokens": 500}
+    result = tmp_path / "r.json"
+    for model, noted in (("Qwen/qwen3.5-35b-a3b", False), ("models/Qwen3.5-35B-A3B-FP8/", False), ("a/Other", True)):
+        result.write_text(json.dumps({**fields, "mean_ttft_ms": 80.0, "model_id": model}))
+        code, _, err = call("calibrate", str(files[0]), "--engine-result", str(result))
+        assert code == 0
+        assert ("the result is of" in err) is noted
+
+
+def test_an_interruption_is_one_line(
+    call: Call, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("simulator.calibration.report.fit", stopped)
+    arguments = ("--engine-result", str(files[1]), "--fit", "--out", str(tmp_path / "c.json"))
+    code, out, err = call("calibrate", str(files[0]), *arguments)
+    assert (code, out, err) == (130, "", "interrupted: nothing was written\n")
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_a_calibration_is_found_beside_the_scenario_then_here(
+    call: Call, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    files[0].write_text(yaml.safe_dump({**SCENARIO, "calibration": "c.json"}))
+    code, _, err = call("plan", str(files[0]), "--out", "run")
+    assert code == 2
+    assert f"no file {tmp_path / 'c.json'} and none {here / 'c.json'}" in err
+    for folder, value in ((here, 3.0), (tmp_path, 4.0)):
+        record = {"schema_version": 1, "constants": {"host.ms_per_step": {"value": value}}}
+        (folder / "c.json").write_text(json.dumps(record))
+        assert load(files[0], {})["calibration"] == str(folder / "c.json" if folder == tmp_path else Path("c.json"))

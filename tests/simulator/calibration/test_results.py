@@ -132,11 +132,29 @@ def test_csv_of_points_on_one_clock(tmp_path: Path) -> None:
         ({"mean_ttft_ms": "fast"}, "mean_ttft_ms = 'fast'; a number"),
         ({"spec_decode_per_position_acceptance_rates": [0.5, 0.9]}, "shares from 0 to 1 that do not rise"),
         ({"input_lens": [1, 2], "output_lens": [1]}, "input_lens has 2 entries and output_lens 1"),
+        (DETAIL | {"completed": 3}, "4 of them with tokens, but completed is 3"),
+        (DETAIL | {"completed": 5}, "tell of 4 requests, .* completed is 5; give the lists of the same run"),
+        (DETAIL | {"start_times": [1.0, 2.0]}, "input_lens has 4 entries and start_times 2"),
+        (DETAIL | {"total_input_tokens": 405}, "input_lens .* add up to 400, but total_input_tokens is 405"),
+        (DETAIL | {"output_lens": [50, 60, 40, 54]}, "output_lens .* add up to 204, but total_output_tokens is 200"),
+        (DETAIL | {"start_times": [1000, 2000, 3000, 4000]}, "start_times span 3000, .* milliseconds.*divide by 1000"),
+        ({"median_ttft_ms": 0.09}, "median_ttft_ms is 0.09, but mean_ttft_ms is 100"),
+        ({"p99_tpot_ms": 12000.0}, "p99_tpot_ms is 1.2e\\+04, but mean_tpot_ms is 10; .* both must be milliseconds"),
+        ({"mean_e2el_ms": 2000.0}, "make 590 ms, but e2el is 2000 ms"),
     ],
 )
 def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_results(write(tmp_path / "r.json", VLLM | change))
+
+
+def test_failed_requests_stay_in_the_lists_and_totals_may_be_rounded(tmp_path: Path) -> None:
+    failed = {name: [*values, 0] for name, values in DETAIL.items()} | {"total_input_tokens": 403}
+    failed["start_times"] = [*DETAIL["start_times"], 1003.0]
+    failed["input_lens"] = [*DETAIL["input_lens"], 70]
+    (result,) = read_results(write(tmp_path / "r.json", VLLM | failed))
+    assert result.prompt_tokens is not None
+    assert len(result.prompt_tokens) == 4
 
 
 def test_per_request_times_in_milliseconds_are_refused(tmp_path: Path) -> None:
@@ -159,6 +177,12 @@ def test_a_request_must_take_its_tokens_time() -> None:
         ("input_tokens,output_tokens,arrival_s,ttft_s,e2el_s\n1,0,0,1,2\n", "output_tokens = 0"),
         ("input_tokens,output_tokens,arrival_s,ttft_s,e2el_s\n1,2,0,x,2\n", "ttft_s = 'x' is not a number"),
         ("input_tokens,output_tokens,arrival_s,ttft_ms,e2el_ms\n1,2,0,0.2,0.9\n", "rename it to the unit"),
+        ("input_tokens,output_tokens,arrival_s,ttft_s,e2el_s\n1,2,0,700,701\n", "by ttft_s .* column to ttft_ms"),
+        ("input_tokens,output_tokens,arrival_s,ttft_s,e2el_s\n1,101,0,60,900\n", "by e2el_s .* 8.4 s, .* to e2el_ms"),
+        ("input_tokens,output_tokens,arrival_s,ttft_s,e2el_s\n1,2,0,-1,2\n", "row 1: ttft_s = -1 is negative"),
+        ("input_tokens,output_tokens,arrival_s,arrival_ms,ttft_s,e2el_s\n1,2,0,0,1,2\n", "both arrival_s and arr"),
+        ("input_tokens;output_tokens;arrival_s\n1;1;0\n", "semicolons; use commas"),
+        ("input_tokens\toutput_tokens\n1\t1\n", "tabs; use commas"),
         ("input_tokens,output_tokens,arrival_s,first_token_s,last_token_s\n1,2,5,4,6\n", "follow each other"),
     ],
 )

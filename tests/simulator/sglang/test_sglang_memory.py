@@ -244,7 +244,13 @@ def test_every_method_pays_for_what_it_keeps_per_running_request() -> None:
             {"mem_fraction_static": 0.5, "method": "replayssm", "max_running_requests": 4000},
             "Not enough GPU memory .* lower max_running_requests",
         ),
-        ({"max_mamba_cache_size": 4}, "too small to serve any request: .* raise max_mamba_cache_size"),
+        ({"max_mamba_cache_size": 4}, r"too small to serve any .* raise max_mamba_cache_size \(4\) to at least 5"),
+        ({"max_total_tokens": 1}, "raise max_total_tokens to at least 2"),
+        ({"max_total_tokens": 60, "page_size": 64}, "raise max_total_tokens to at least 64"),
+        ({"async_scheduling": True}, "is vLLM's name; the engine sglang has disable_overlap_schedule"),
+        ({"watermark": 0.1}, "is vLLM's name; the engine sglang has schedule_conservativeness"),
+        ({"scheduling_policy": "priority"}, "is vLLM's name; the engine sglang has arrival order alone; leave it out"),
+        ({"block_size": 16}, "is vLLM's name; the engine sglang has page_size"),
         ({"max_mamba_cache_size": 10_000}, "no memory is left for the KV cache"),
         ({"gpu_memory_utilization": 0.9}, "is vLLM's name; the engine sglang has mem_fraction_static"),
         ({"chunked_prefill_size": 100, "page_size": 64}, "must be a multiple of page_size 64"),
@@ -261,8 +267,9 @@ def test_impossible_requests_are_one_clear_sentence(settings: dict[str, Any], me
 def test_a_request_that_can_never_be_admitted_is_refused_with_what_to_change() -> None:
     small = ledger(max_total_tokens=2000, context_length=4096)
     small.check_request(1000, 1990)
-    with pytest.raises(InfeasibleError, match=r"the KV cache of 2000 tokens is too small .* 2100 tokens with"):
+    with pytest.raises(InfeasibleError, match=r"2100 tokens with .* raise max_total_tokens to at least 2104"):
         small.check_request(1000, 2100)
+    ledger(max_total_tokens=2104, context_length=4096).check_request(1000, 2100)
     with pytest.raises(InfeasibleError, match="raise context_length to at least 5000"):
         small.check_request(1000, 5000)
 

@@ -101,10 +101,15 @@ def test_swept_options_keep_groups_apart(tmp_path: Path) -> None:
         ({"mem_fraction_static": 0.8}, "mem_fraction_static: no such field; it is SGLang's, which engine.name: sglang"),
         ({"name": "sglang", "mem_fraction_static": 1.2}, "engine.mem_fraction_static = 1.2: input should be less than"),
         ({"name": "sglang", "context_length": 100}, "raise context_length to at least 340"),
-        ({"name": "sglang", "max_total_tokens": 300}, "the KV cache of 300 tokens is too small"),
+        (
+            {"name": "sglang", "max_total_tokens": 300},
+            "max_total_tokens = 300 is too small .* raise max_total_tokens to",
+        ),
+        ("sglang", "engine = 'sglang': write engine: {name: sglang}"),
+        ("tgi", "write engine: {name: vllm} or {name: sglang}"),
     ],
 )
-def test_bad_values_say_what_to_change(engine: dict[str, Any], message: str) -> None:
+def test_bad_values_say_what_to_change(engine: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         [check(scenario) for scenario in expand({**BASE, "engine": engine})]
 
