@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, source_text
+from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, shared_bytes_per_cta, source_text
 from kernels_cupy.cubin import cubin_kernel
 from lab.errors import UsageError
 from lab.trees import MAX_ROWS
@@ -44,10 +44,9 @@ HOPPER = SharedMemory(233_472, 232_448)
 
 @cache
 def shared_memory() -> SharedMemory:
+    """What the current GPU has."""
     attributes = load_cupy().cuda.Device().attributes
-    return SharedMemory(
-        int(attributes["MaxSharedMemoryPerMultiprocessor"]), int(attributes["MaxSharedMemoryPerBlockOptin"])
-    )
+    return SharedMemory(int(attributes["MaxSharedMemoryPerMultiprocessor"]), shared_bytes_per_cta())
 
 
 @dataclass(frozen=True, slots=True)

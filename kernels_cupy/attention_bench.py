@@ -130,7 +130,7 @@ class Layers:
         rng = np.random.default_rng(point.rows)
         order = rng.permutation(len(pages))[: self.number * needed].astype(np.int32)
         tables = cp.asarray(order.reshape(self.number, point.batch, point.pages_per_request))
-        seq_lens, masks = cp.asarray(point.seq_lens), cp.asarray(_tree(point.rows).mask_array()[None])
+        seq_lens, masks = cp.asarray(point.seq_lens), cp.asarray(DraftTree.binary(point.rows - 1).mask_array()[None])
         shape = (point.batch, point.rows, point.q_heads, HEAD_DIM)
         bits = pool.words[: self.number * math.prod(shape)]
         queries = bits.reshape(self.number, *shape)
@@ -148,11 +148,6 @@ class Layers:
 @lru_cache(maxsize=4)
 def _scratch(ctas: int, block_rows: int, batch: int) -> Scratch:
     return Scratch(ctas, block_rows, batch)
-
-
-def _tree(rows: int) -> DraftTree:
-    """A complete binary tree; the mask does not change the work."""
-    return DraftTree((-1, *((row - 1) // 2 for row in range(1, rows))))
 
 
 def _enough(limit_s: float) -> Enough:

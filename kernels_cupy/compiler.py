@@ -102,8 +102,14 @@ def _module(file: str, options: tuple[str, ...]) -> Any:
 
 @cache
 def _kernel(file: str, name: str, options: tuple[str, ...], shared_bytes: int) -> Any:
-    kernel = _module(file, options).get_function(name)
-    # One function serves all plans with these macros: the largest of them decides what it may ask for.
+    return with_shared(_module(file, options).get_function(name), shared_bytes)
+
+
+def with_shared(kernel: Any, shared_bytes: int) -> Any:
+    """The kernel, allowed to ask for so much dynamic shared memory, or more where it was allowed more before.
+
+    One function may serve several plans: the largest of them decides.
+    """
     if shared_bytes > max(48 * 1024, kernel.max_dynamic_shared_size_bytes):
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     return kernel

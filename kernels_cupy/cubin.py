@@ -12,15 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kernels_cupy.compiler import load_cupy, macro_options, source_text
+from kernels_cupy.compiler import load_cupy, macro_options, source_text, with_shared
 
 
 def cubin_kernel(file: str, name: str, arch: str, shared_bytes: int = 0, **macros: int) -> Any:
     """A kernel compiled for `arch`, ready to be launched with up to `shared_bytes` of dynamic shared memory."""
-    kernel = _module(file, arch, tuple(sorted(macros.items()))).get_function(name)
-    if shared_bytes > 48 * 1024:
-        kernel.max_dynamic_shared_size_bytes = shared_bytes
-    return kernel
+    return with_shared(_module(file, arch, tuple(sorted(macros.items()))).get_function(name), shared_bytes)
 
 
 @cache

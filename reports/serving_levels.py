@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from lab.profiles.system import load_system
 from lab.shapes import load_shape
 from lab.trees import DraftTree
 from reports.serving_rows import WEIGHTS, Row, lengths, load, measured, rate
-from simulator.calibration.levels import Level, chain_acceptance, matched, workload_lengths
+from simulator.calibration.levels import Level, chain_acceptance, lengths_of, matched, only_longest
 from simulator.check import CheckedCell, check
 from simulator.ledger import TooManySeqsError
 from simulator.physicalcost import PhysicalGpu, Ranks, physical_cost
@@ -42,18 +42,16 @@ def level_of_row(row: Row, changes: Mapping[str, Any] | None = None) -> Level:
     means = lengths(row)
     assert means is not None  # usable rows have lengths
     scenario = _scenario(row, means, changes or {})
-    prompts, outputs = _requests(row, scenario, means)
-    longest = int(np.argmax(prompts.astype(np.int64) + outputs))
+    drawn = list(request_blocks(scenario.workload, SEED))
+    prompts, outputs = _requests(row, scenario, drawn, means)
     engine = scenario.engine
     if row["max_model_len"] is None:
-        needed = int(prompts[longest]) + int(outputs[longest]) + SPARE_TOKENS
+        needed = int((prompts.astype(np.int64) + outputs).max()) + SPARE_TOKENS
         context = "context_length" if isinstance(engine, SglangSettings) else "max_model_len"
         engine = engine.model_copy(update={context: needed})
-    workload = scenario.workload.model_copy(
-        update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
-    )
+    workload = only_longest(scenario.workload, prompts, outputs)
     cell = _checked(scenario.model_copy(update={"engine": engine, "workload": workload}))
-    arrivals = np.concatenate([block.arrival_s for block in request_blocks(scenario.workload, SEED)])
+    arrivals = np.concatenate([block.arrival_s for block in drawn])
 
     def blocks() -> Iterator[RequestBlock]:
         return iter([RequestBlock(arrivals, prompts, outputs)])
@@ -144,9 +142,11 @@ def _sglang(row: Row) -> dict[str, Any]:
 _SETTINGS: dict[str, Callable[[Row], dict[str, Any]]] = {"vLLM": _vllm, "SGLang": _sglang}
 
 
-def _requests(row: Row, scenario: Scenario, means: tuple[float, float]) -> tuple[Any, Any]:
+def _requests(
+    row: Row, scenario: Scenario, drawn: Sequence[RequestBlock], means: tuple[float, float]
+) -> tuple[Any, Any]:
     """Prompt and output lengths: ShareGPT's brought to the row's means, uniform or constant ones for random prompts."""
-    prompts, outputs = workload_lengths(scenario)
+    prompts, outputs = lengths_of(drawn)
     if scenario.workload.trace is not None:
         prompts, outputs = _conversations(len(prompts), means[1])
     if "range ratio 0" in str(row["dataset"]):

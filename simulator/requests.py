@@ -69,7 +69,6 @@ def requests_of(
         stream = trace.conversation[rows] + round_ * (int(trace.conversation.max()) + 1)
     prefix = PrefixIds.streams(stream, workload.shared_prefix_tokens)
     if trace.hash_ids is not None:
-        _check_units(trace, workload.hash_block_tokens)
         units = trace.hash_ids.of(rows, round_ * _AGAIN)
         prefix = prefix._replace(unit_tokens=workload.hash_block_tokens, unit_start=units.start, unit_ids=units.ids)
     return RequestBlock(
@@ -82,7 +81,7 @@ def requests_of(
     )
 
 
-def _check_units(trace: Trace, unit_tokens: int) -> None:
+def check_units(trace: Trace, unit_tokens: int) -> None:
     """Raise `UsageError` unless every prompt has as many units as its tokens need."""
     assert trace.hash_ids is not None
     given = np.diff(trace.hash_ids.start)

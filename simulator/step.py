@@ -131,8 +131,8 @@ def _price(queues: Queues, cost: CostTables, step: Any) -> int:
     rows = logit_rows = decoding = context = prompts = prefill_tokens = prefill_ends = finishing = 0
     prefill_attention = prefill_state = 0.0
     extrapolated = False
-    for turn in range(state.num_running):
-        slot = queues.slots[queues.running[turn]]
+    for place in range(state.num_running):
+        slot = queues.slots[queues.running[place]]
         if slot.scheduled == 0:
             continue
         rows += slot.scheduled
@@ -207,8 +207,8 @@ def _emit(queues: Queues, acceptance: AcceptanceTables, records: Records, step: 
     """Give every scheduled request its tokens and drop the finished ones."""
     settings, state = queues.settings[0], queues.state[0]
     kept = regular = emitted_in_step = 0
-    for turn in range(state.num_running):
-        index = queues.running[turn]
+    for place in range(state.num_running):
+        index = queues.running[place]
         slot = queues.slots[index]
         if slot.done:
             retire(queues, index)

@@ -67,13 +67,12 @@ def enqueue(queues: Queues, index: int) -> None:
 @njit()
 def put_back(queues: Queues, index: int) -> None:
     """Put a preempted request at the front of the waiting queue, or where its priority puts it."""
-    state = queues.state[0]
     if queues.settings[0].priority_policy:
-        _push(queues.waiting, state.num_waiting, queues.slots, index, True)
-    else:
-        capacity = len(queues.waiting)
-        state.waiting_head = (state.waiting_head - 1 + capacity) % capacity
-        queues.waiting[state.waiting_head] = index
+        enqueue(queues, index)
+        return
+    state, capacity = queues.state[0], len(queues.waiting)
+    state.waiting_head = (state.waiting_head - 1 + capacity) % capacity
+    queues.waiting[state.waiting_head] = index
     state.num_waiting += 1
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lab.errors import UsageError
 from simulator.conversations import conversation_blocks, is_conversational
-from simulator.requests import PrefixIds, RequestBlock, requests_of
+from simulator.requests import PrefixIds, RequestBlock, check_units, requests_of
 from simulator.traces import MAX_TOKENS, Trace, load_trace
 
 if TYPE_CHECKING:
@@ -188,7 +188,10 @@ def _means(law: LengthLaw) -> tuple[int, int]:
 def _trace(workload: WorkloadSettings) -> Trace | None:
     if workload.trace is None:
         return None
-    return load_trace(workload.trace, clock=workload.arrivals == "trace")
+    trace = load_trace(workload.trace, clock=workload.arrivals == "trace")
+    if trace.hash_ids is not None:
+        check_units(trace, workload.hash_block_tokens)
+    return trace
 
 
 def _indices(count: int, block: int) -> Iterator[NDArray[np.int64]]:

@@ -15,19 +15,19 @@ def calibration_notes(cells: Iterable[Scenario]) -> list[str]:
     """One sentence for every calibration that was fitted on another model or GPU than a cell that uses it."""
     from simulator.calibration.file import calibration_record
 
-    notes: dict[str, None] = {}
-    for cell in cells:
-        if cell.calibration is None:
+    notes = []
+    for name, model, gpu in dict.fromkeys((cell.calibration, cell.model, cell.gpu) for cell in cells):
+        if name is None:
             continue
-        record = calibration_record(cell.calibration, cell.model, cell.gpu)
+        record = calibration_record(name, model, gpu)
         if not record["same_model_and_gpu"]:
             fitted = record["fitted_on"] or {}
             on = f"{fitted.get('model', 'an unnamed model')} on {fitted.get('gpu', 'an unnamed GPU')}"
-            notes[
-                f"calibration {cell.calibration} was fitted on {on}, not on {cell.model} on {cell.gpu}; "
+            notes.append(
+                f"calibration {name} was fitted on {on}, not on {model} on {gpu}; "
                 "fit one of this setup with treewy calibrate"
-            ] = None
-    return list(notes)
+            )
+    return notes
 
 
 def profile_notes(cells: Iterable[Scenario]) -> list[str]:

@@ -20,7 +20,7 @@ from simulator.gputime import with_gpu_time
 from simulator.requests import PrefixIds, RequestBlock
 from simulator.run import step_cost
 from simulator.scenario import Scenario, expand
-from simulator.settings import GpuTimeSettings
+from simulator.settings import GpuTimeSettings, WorkloadSettings
 from simulator.stepcost import StepCost
 from simulator.workload import request_blocks
 
@@ -117,12 +117,8 @@ def level_of(raw: Mapping[str, Any], result: EngineResult) -> Level:
     """
     scenario = _one_scenario(raw, result)
     requests = _own_requests(scenario, result) if result.prompt_tokens is not None else _stretched(scenario, result)
-    prompts = np.concatenate([block.prompt_tokens for block in requests])
-    outputs = np.concatenate([block.output_tokens for block in requests])
-    longest = int(np.argmax(prompts.astype(np.int64) + outputs))
-    workload = scenario.workload.model_copy(
-        update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"}
-    )
+    prompts, outputs = lengths_of(requests)
+    workload = only_longest(scenario.workload, prompts, outputs)
     measured, known = _with_measured_acceptance(scenario, result)
     cell = check(measured.model_copy(update={"workload": workload}))
     return Level(result.load, result.metrics, cell, lambda: iter(requests), acceptance_known=known)
@@ -183,7 +179,7 @@ def _shares(prefix: PrefixIds | None) -> bool:
 def _stretched(scenario: Scenario, result: EngineResult) -> list[RequestBlock]:
     """The scenario's requests, with what they share, their turns and priorities, at the result's mean lengths."""
     blocks = list(request_blocks(scenario.workload, scenario.seed))
-    prompts, outputs = workload_lengths(scenario)
+    prompts, outputs = lengths_of(blocks)
     ends = np.cumsum([len(block.prompt_tokens) for block in blocks])[:-1]
     lengths = zip(
         np.split(matched(prompts, result.mean_prompt_tokens), ends),
@@ -196,13 +192,18 @@ def _stretched(scenario: Scenario, result: EngineResult) -> list[RequestBlock]:
     ]
 
 
-def workload_lengths(scenario: Scenario) -> tuple[Ints, Ints]:
-    """Prompt and output lengths of the scenario's workload."""
-    blocks = list(request_blocks(scenario.workload, scenario.seed))
+def lengths_of(blocks: Sequence[RequestBlock]) -> tuple[Ints, Ints]:
+    """Prompt and output lengths of all requests."""
     return (
         np.concatenate([block.prompt_tokens for block in blocks]),
         np.concatenate([block.output_tokens for block in blocks]),
     )
+
+
+def only_longest(workload: WorkloadSettings, prompts: Ints, outputs: Ints) -> WorkloadSettings:
+    """The workload with all requests as long as the longest of these: what the checks of a cell need to know."""
+    longest = int(np.argmax(prompts.astype(np.int64) + outputs))
+    return workload.model_copy(update={"trace": None, "lengths": f"fixed:{prompts[longest]}/{outputs[longest]}"})
 
 
 def matched(tokens: Ints, mean: float) -> Ints:
