@@ -107,13 +107,14 @@ def paired(rows: Sequence[Row], seeds: int, identity: Sequence[str]) -> list[dic
         if other is None or cell[0]["state_method"] == BASELINE:
             continue
         for metric in PAIRED:
-            if metric in cell[0] and (found := _ratio(cell, other, metric)):
+            if metric in cell[0] and (found := paired_ratio(cell, other, metric)):
                 where = {name: cell[0][name] for name in (*shared, "state_method")}
                 result.append({**where, "metric": metric, "num_seeds": seeds, **found})
     return result
 
 
-def _ratio(cell: Sequence[Row], base: Sequence[Row], metric: str) -> dict[str, float | None] | None:
+def paired_ratio(cell: Sequence[Row], base: Sequence[Row], metric: str) -> dict[str, float | None] | None:
+    """`ratio`, `low` and `high` of a metric over equal seeds, as `paired` gives them; None where one is not above 0."""
     if [row["seed"] for row in cell] != [row["seed"] for row in base]:
         raise UsageError("methods can be paired only when they ran with the same seeds; give `seed` one value")
     ours, theirs = (np.array([row[metric] for row in side], dtype=np.float64) for side in (cell, base))
