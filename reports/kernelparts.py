@@ -1,0 +1,182 @@
+"""The generated parts of `docs/kernels.md`, each a piece of Markdown made from a profile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lab.profiles.folders import ROWS_FILE
+from lab.profiles.rows import read_rows
+from reports import evidence
+from reports.kernelcells import (
+    HEADS,
+    HEADS_BATCHES,
+    HEADS_TOLERANCE,
+    OTHER_HEADS,
+    Cell,
+    Steps,
+    cells,
+    grid,
+    other_heads,
+)
+from reports.roofline import TENSOR_FLOPS
+
+STATES = {"float32": "fp32", "bfloat16": "bf16"}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A profile's folder and what the parts read of it."""
+
+    folder: Path = evidence.H200
+
+    @cached_property
+    def device(self) -> dict[str, Any]:
+        return evidence.device(self.folder)
+
+    @property
+    def bandwidth(self) -> float:
+        """Copy bandwidth, bytes per second."""
+        return float(self.device["copy_bandwidth_bytes_per_s"])
+
+    @cached_property
+    def steps(self) -> Steps:
+        return Steps(read_rows(self.folder / ROWS_FILE))
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        return cells(self.steps)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    ruler = f"|{'---|' * len(header)}"
+    head, *body = (f"| {' | '.join(line)} |" for line in (header, *rows))
+    return "\n".join((head, ruler, *body))
+
+
+def us(value: float) -> str:
+    """Microseconds with three digits, a tenth at least."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def ceilings(record: Record) -> str:
+    device, copied = record.device, record.bandwidth
+    rows = [("copy bandwidth, read and written", f"{copied / 1e12:.2f} TB/s", "measured with the profile")]
+    if read := device.get("read_bandwidth_bytes_per_s"):
+        rows.append(("read bandwidth", f"{read / 1e12:.2f} TB/s", "measured with the profile"))
+    rows.append(("bf16 tensor cores, dense", f"{TENSOR_FLOPS / 1e12:.0f} TFLOP/s", "data sheet"))
+    rows.append(("both bind at", f"{TENSOR_FLOPS / copied:.0f} FLOP per byte", "tensor cores over copy bandwidth"))
+    where = [device["name"], f"driver {device['driver']}" if device.get("driver") else "", device.get("date") or ""]
+    text = f"{', '.join(filter(None, where))}, sources `{device['source_hash'][:12]}`."
+    if reason := device.get("stale_reason"):
+        text += f" The sources have changed since: {reason}."
+    return f"{table(('ceiling', 'value', 'source'), rows)}\n\n{text}"
+
+
+def score(record: Record) -> str:
+    found = Counter(cell.verdict for cell in record.cells)
+    text = (
+        f"**{found['met']} of {len(record.cells)} cells meet their target, {found['slower than public']} of "
+        f"{len(record.cells)} are slower than the strongest public kernel.**"
+    )
+    if missing := found["not measured"]:
+        text += f" {missing} have no time in this profile."
+    rows = []
+    for state, name in STATES.items():
+        for kernel, line in grid(record.cells, state).items():
+            verdicts = Counter(cell.verdict for cell in line)
+            gains = [cell.public_us / cell.measured_us for cell in line if cell.measured_us]
+            gain = f"{min(gains):.2f} to {max(gains):.2f}" if gains else NONE
+            counts = (verdicts[verdict] for verdict in ("met", "missed", "slower than public"))
+            rows.append((f"{name} state, {kernel.title}", *(str(count or NONE) for count in counts), gain))
+    header = ("cells", "met", "missed, faster than public", "slower than public", "public time over ours")
+    return f"{text}\n\n{table(header, rows)}"
+
+
+def targets(state: str) -> Callable[[Record], str]:
+    """The table of cells of a state type."""
+
+    def cell_text(cell: Cell) -> str:
+        public = f"{cell.public_us:g} {cell.public_kernel}"
+        if cell.measured_us is None:
+            return f"not measured / {cell.target_us:g}<br>{public}"
+        ratio = f"{cell.measured_us / cell.target_us:.2f}"
+        return f"**{us(cell.measured_us)}** / {cell.target_us:g} = {ratio}<br>{cell.verdict}<br>{public}"
+
+    def part(record: Record) -> str:
+        lines = grid(record.cells, state)
+        return _by_batch(lines, cell_text)
+
+    return part
+
+
+def floors(record: Record) -> str:
+    def cell_text(cell: Cell) -> str:
+        if cell.measured_us is None:
+            return NONE
+        floor = cell.floor_us(record.bandwidth)
+        return f"{us(floor)}, {100 * floor / cell.measured_us:.0f} %"
+
+    parts = [f"{name} state:\n\n{_by_batch(grid(record.cells, state), cell_text)}" for state, name in STATES.items()]
+    return "\n\n".join(parts)
+
+
+def heads(record: Record) -> str:
+    header = [
+        "kernel",
+        *(f"{keys}/{values}<br>batch {batch}" for keys, values in OTHER_HEADS for batch in HEADS_BATCHES),
+    ]
+    parts, all_found = [], []
+    for state, name in STATES.items():
+        rows = []
+        for kernel in grid(record.cells, state):
+            found = [other for other in other_heads(record.steps, [kernel], state) if other.ratio is not None]
+            all_found += found
+            by_place = {(other.heads, other.batch): other for other in found}
+            line = [kernel.title]
+            for pair in OTHER_HEADS:
+                for batch in HEADS_BATCHES:
+                    other = by_place.get((pair, batch))
+                    text = f"{other.ratio:.2f}" if other else NONE
+                    line.append(text if not other or other.within else f"**{text}**")
+            rows.append(line)
+        parts.append(f"{name} state:\n\n{table(header, rows)}")
+    within = sum(other.within for other in all_found)
+    goal = (
+        f"**{within} of {len(all_found)} take at most {100 * HEADS_TOLERANCE:.0f} % longer per byte than heads "
+        f"{HEADS[0]}/{HEADS[1]}**; the others are bold."
+    )
+    return "\n\n".join([goal, *parts])
+
+
+def errors(record: Record) -> str:
+    rows = []
+    for worst in evidence.gate(record.folder):
+        method, state = worst["name"].split()
+        values = (f"{worst[field]:.1e}" if field in worst else NONE for field in ("u", "output", "state"))
+        rows.append((method, STATES[state], *values, str(worst["trees"])))
+    return table(("method", "state", "worst u", "worst output", "worst state", "trees"), rows)
+
+
+def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:
+    batches = [str(cell.batch) for cell in next(iter(lines.values()))]
+    header = ("kernel", *(f"batch {batch}" for batch in batches))
+    return table(header, ([kernel.title, *map(text, line)] for kernel, line in lines.items()))
+
+
+#: Parts by the name that their markers have on the page.
+PARTS: dict[str, Callable[[Record], str]] = {
+    "ceilings": ceilings,
+    "score": score,
+    "cells, fp32 state": targets("float32"),
+    "cells, bf16 state": targets("bfloat16"),
+    "floors": floors,
+    "heads": heads,
+    "errors": errors,
+}

@@ -1,0 +1,194 @@
+"""`docs/kernels.md` says what the shipped profile and the table of targets say."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab.data import data_path, read_csv
+from lab.errors import UsageError
+from lab.profiles.rows import KernelRow, write_rows
+from reports.evidence import H200
+from reports.kernelcells import Cell, Kernel, OtherHeads, Steps, cells, other_heads
+from reports.kernelparts import PARTS, Record
+from reports.kernels import fill, parts_of, pictures, write_page
+from reports.roofline import METHODS_DRAWN, Spot, roofline_svg, spots, step_flop
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "kernels.md").read_text(encoding="utf-8")
+STALE = "run `make kernels`: the page is not what the profile and kernel_targets.csv give"
+TREES = ("chain:0", "chain:1", "chain:3", "chain:7", "binary:15", "binary:31", "binary:63")
+
+
+def step(method: str, tree: str, rows: int, latency_us: float | None = 10.0, **more: object) -> KernelRow:
+    """A step at heads 16/32, batch 8, fp32 state, one million bytes."""
+    row = KernelRow(
+        method, "step", 16, 32, 128, "float32", 8, rows, tree, "graph", latency_us, latency_us, latency_us, 9,
+        1_000_000, None, 0.0, 0.0,
+    )  # fmt: skip
+    return replace(row, **more)
+
+
+def marks(svg: str) -> list[str]:
+    """What the points and lines of a picture stand for, as its labels for screen readers say."""
+    return re.findall(r'aria-label="([^"]*)"', svg)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_generated_parts_are_what_the_profile_gives(name: str) -> None:
+    assert parts_of(PAGE)[name] == PARTS[name](Record()), STALE
+
+
+@pytest.mark.parametrize("name", ["kernels-roofline-fp32.svg", "kernels-roofline-bf16.svg"])
+def test_the_pictures_are_what_the_profile_gives(name: str) -> None:
+    assert f"]({name})" in PAGE
+    fresh = marks(pictures(Record())[name])
+    assert sum("rows: " in mark for mark in fresh) > 100
+    assert marks((DOCS / name).read_text(encoding="utf-8")) == fresh, STALE
+
+
+def test_the_page_counts_the_cells() -> None:
+    with data_path("kernel_targets.csv").open(encoding="utf-8") as file:
+        targets = list(csv.DictReader(file))
+    with (H200 / "kernels.csv").open(encoding="utf-8") as file:
+        wanted = {"phase": "step", "timer": "graph", "key_heads": "16", "value_heads": "32"}
+        timed = {
+            (row["method"], row["tree"], row["state_dtype"], row["batch"]): row["latency_us_p50"]
+            for row in csv.DictReader(file)
+            if wanted.items() <= row.items()
+        }
+    met = slower = 0
+    for target in targets:
+        method = "deltalog" if target["kind"] == "decode" else "treelog"
+        tree = f"{'binary' if target['kind'] == 'tree' else 'chain'}:{int(target['rows']) - 1}"
+        time = float(timed[method, tree, target["state_dtype"], target["batch"]])
+        met += time <= float(target["target_us"])
+        slower += time > float(target["public_us"])
+    sentence = f"**{met} of 70 cells meet their target, {slower} of 70 are slower than the strongest public kernel.**"
+    assert sentence in PAGE
+
+
+def test_targets_are_a_whole_grid_and_below_the_public_times() -> None:
+    targets = read_csv("kernel_targets.csv").rows(named=True)
+    grid = {(row["state_dtype"], row["kind"], row["rows"], row["batch"]) for row in targets}
+    kernels = [("decode", 1), *(("chain", rows) for rows in (2, 4, 8)), *(("tree", rows) for rows in (16, 32, 64))]
+    assert len(targets) == len(grid) == 70
+    assert grid == {
+        (state, *kernel, batch)
+        for state in ("float32", "bfloat16")
+        for kernel in kernels
+        for batch in (1, 8, 32, 128, 256)
+    }
+    assert all(0 < row["target_us"] < row["public_us"] for row in targets)
+
+
+def test_the_page_says_what_each_public_kernel_is() -> None:
+    for name in read_csv("kernel_targets.csv")["public_kernel"].unique():
+        assert f"\n| {name} | " in PAGE
+
+
+def test_kernels_have_the_trees_of_the_profile() -> None:
+    kernels = {cell.kernel for cell in cells(Steps([]))}
+    assert {kernel.tree for kernel in kernels} == set(TREES)
+    assert {kernel.method for kernel in kernels if kernel.rows == 1} == {"deltalog"}
+    assert {kernel.method for kernel in kernels if kernel.rows > 1} == {"treelog"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [
+        (None, "not measured"),
+        (9.9, "met"),
+        (10.0, "met"),
+        (10.1, "missed"),
+        (15.0, "missed"),
+        (15.1, "slower than public"),
+    ],
+)
+def test_the_verdict_of_a_cell(measured: float | None, verdict: str) -> None:
+    assert Cell(Kernel.of("chain", 4), "float32", 8, 10.0, 15.0, "FLA", measured, 1).verdict == verdict
+
+
+def test_a_floor_is_bytes_over_bandwidth() -> None:
+    assert Cell(Kernel.of("decode", 1), "float32", 8, 1, 2, "FLA", 3, 4_000_000).floor_us(4e12) == pytest.approx(1.0)
+
+
+def test_only_graph_replays_of_whole_steps_with_a_time_count() -> None:
+    others = {"eager": {"timer": "eager"}, "verify": {"phase": "verify"}, "red": {"latency_us_p50": None}}
+    for other in others.values():
+        assert Steps([step("treelog", "chain:3", 4, **other)]).at("treelog", "chain:3", "float32", 8) is None
+    assert Steps([step("treelog", "chain:3", 4)]).at("treelog", "chain:3", "float32", 8) is not None
+
+
+def test_other_heads_are_compared_by_time_per_byte() -> None:
+    kernel = Kernel.of("chain", 4)
+    base = step("treelog", "chain:3", 4, batch=64)
+    more = step("treelog", "chain:3", 4, 18.0, batch=64, value_heads=48, bytes_moved=1_500_000)
+    found = [other for other in other_heads(Steps([base, more]), [kernel], "float32") if other.ratio]
+    assert found == [OtherHeads(kernel, "float32", (16, 48), 64, pytest.approx(1.2))]
+    assert not found[0].within
+    assert replace(found[0], ratio=1.15).within
+
+
+@pytest.mark.parametrize(("rows", "megaflop"), [(1, 0.066), (4, 0.268), (8, 0.549), (16, 1.147)])
+def test_flop_of_a_verification_over_no_log(rows: int, megaflop: float) -> None:
+    """`bole` on a chain: 4 N d² + 3 N² d with two value heads per key head; the commit adds 2 d² per row, d² once."""
+    row = step("bole", f"chain:{rows - 1}", rows)
+    commit = (2 * max(0.6 * rows, 1.0) + 1) * 128 * 128
+    assert step_flop(row) / 8 / 32 - commit == pytest.approx(megaflop * 1e6, rel=0.01)
+
+
+def test_flop_of_a_log() -> None:
+    """A log of 16 that takes one row a step: 16 steps per flush, 7.5 rows on average, 1.5 × 4 h N d for all heads."""
+    verify = 4 * 128 * 128 + 3 * 128 + 6 * 7.5 * 128
+    fold = (2 + 1 / 16) * 128 * 128
+    assert step_flop(step("deltalog", "chain:0", 1)) / 8 / 32 == pytest.approx(verify + fold)
+
+
+def test_flop_of_a_recurrence() -> None:
+    assert step_flop(step("storeall", "binary:15", 16)) == 8 * 32 * 7 * 16 * 128 * 128
+
+
+def test_a_step_at_the_memory_roof_reaches_all_of_it() -> None:
+    spot = Spot("treelog", Kernel.of("chain", 4), 8, 4e6, 1_000_000, 0.25, 4e12)
+    assert (spot.percent, spot.flop_per_byte) == (pytest.approx(100), 4)
+    assert replace(spot, flop=990e6, time_us=2.0).percent == pytest.approx(50)  # the tensor cores need 1 µs
+
+
+def test_all_methods_of_the_profile_are_drawn() -> None:
+    record = Record()
+    drawn = Counter(spot.method for spot in spots(record.steps, "float32", record.bandwidth))
+    assert set(drawn) == set(METHODS_DRAWN) == {row.method for row in record.steps.rows}
+    assert drawn["treelog"] == 2 * len(TREES)
+
+
+def test_a_picture_of_nothing_has_its_roofs() -> None:
+    assert any("copy bandwidth 4.00 TB/s" in mark for mark in marks(roofline_svg([], 4e12, "fp32")))
+
+
+def test_another_profile_changes_the_numbers_and_leaves_the_prose(tmp_path: Path) -> None:
+    for name in ("device.json", "gate.json"):
+        shutil.copy(H200 / name, tmp_path)
+    (tmp_path / "kernels.csv").write_text(write_rows([step("treelog", "chain:3", 4, 10.9)]), encoding="utf-8")
+    page = tmp_path / "kernels.md"
+    page.write_text(PAGE.replace("\n## Roofline\n", "\nA sentence of mine.\n\n## Roofline\n"), encoding="utf-8")
+    write_page(page, tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "**1 of 70 cells meet their target, 0 of 70 are slower than the strongest public kernel.** 69 have" in text
+    assert "**10.9** / 11 = 0.99<br>met<br>15.1 ReplaySSM (SGLang)" in text
+    assert "\nA sentence of mine.\n" in text
+    assert (tmp_path / "kernels-roofline-bf16.svg").is_file()
+    text = text.replace("\nA sentence of mine.\n", "")
+    assert fill(text, Record()) == fill(PAGE, Record())
+
+
+@pytest.mark.parametrize("broken", ["<!-- generated: scores -->", "<!-- generated: floors -->"])
+def test_a_page_whose_markers_do_not_fit_is_refused(broken: str) -> None:
+    with pytest.raises(UsageError, match=r"each of ceilings, score, .* is needed once"):
+        fill(PAGE.replace("<!-- generated: score -->", broken), Record())
