@@ -2,6 +2,8 @@
 # make test    everything that CI runs: checks, then all tests that need no GPU
 # make check   lint, format, types and the import rules
 # make validation   docs/validation.md: predictions beside published figures
+# make kernels   docs/kernels.md: the CUDA kernels beside their floors, targets and public kernels
+# make consequence   prints what this kernel profile brings to a service, against the earlier one and storeall
 # make clean   remove what the targets above made
 
 PYTHON_OK = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -15,7 +17,7 @@ STAMP := $(VENV)/.installed
 EXAMPLE := qwen3.5-35b-h200
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: plan test check validation clean
+.PHONY: plan test check validation kernels consequence clean
 .DEFAULT_GOAL := plan
 .DELETE_ON_ERROR:
 
@@ -33,6 +35,13 @@ check: $(STAMP)
 
 validation: $(STAMP)
 	$(BIN)/python -m reports.validation docs/validation.md
+
+kernels: $(STAMP)
+	$(BIN)/python -m reports.kernels docs/kernels.md
+	$(BIN)/python -m reports.consequence examples/$(EXAMPLE).yaml docs/kernels.md
+
+consequence: $(STAMP)
+	@$(BIN)/python -m reports.consequence examples/$(EXAMPLE).yaml
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 with venv found; set PYTHON=/path/to/python" >&2; exit 1; }

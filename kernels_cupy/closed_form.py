@@ -8,125 +8,21 @@ Nothing here waits for the GPU, so a step can be captured into a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
+from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.plans import Problem, VerifyPlan
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
 
-WARPS = 4
-#: Dynamic shared memory of one CTA on sm_90 and sm_100 (sm_80 has 163 KiB).
-MAX_SHARED_BYTES = 227 * 1024
-#: Paths of more rows keep L to 24 bits: 17 bits cost 2.6e-5 on 64 rows that write nearly one key without decay.
-LONG_PATH = 16
+#: Warps of a CTA of `commit.cu`.
+FOLD_WARPS = 4
 _NO_ARRAY = np.uint64(0)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyPlan:
-    """How one verification is cut into CTAs: the macros, the grid and the shared memory of `verify.cu`."""
-
-    tiles: int
-    log_blocks: int
-    heads_per_cta: int
-    value_shares: int
-    head_dim: int
-    state_bytes: int  # of one element
-    log_bf16: bool = False
-    long_path: bool = False
-
-    @classmethod
-    def choose(
-        cls,
-        heads: LayerHeads,
-        rows: int,
-        log_rows: int,
-        batch: int,
-        log_bf16: bool = False,
-        multiprocessors: int = 132,
-        shared_bytes: int = MAX_SHARED_BYTES,
-        longest_path: int = 0,
-    ) -> VerifyPlan:
-        """The plan that should end first: preparing a CTA costs about as much as three tiles of a warp.
-
-        More value heads per CTA share keys and Grams, fewer fill a small batch's idle multiprocessors. The GPU has
-        `multiprocessors`, and `shared_bytes` for one CTA; `longest_path` bounds the rows of a path (0: all rows).
-        """
-        plans = cls.possible(heads, rows, log_rows, log_bf16, longest_path)
-        fits = [plan for plan in plans if plan.shared_bytes <= shared_bytes] or plans[-1:]
-
-        def cost(plan: VerifyPlan) -> float:
-            waves = -(-plan.ctas(heads, batch) // (multiprocessors * plan.ctas_per_multiprocessor))
-            tiles_per_warp = plan.heads_per_cta * plan.head_dim / (16 * WARPS * plan.value_shares)
-            return waves * (2.6 + tiles_per_warp)
-
-        return min(fits, key=cost)
-
-    @classmethod
-    def for_device(
-        cls, heads: LayerHeads, rows: int, log_rows: int, batch: int, log_bf16: bool = False, longest_path: int = 0
-    ) -> VerifyPlan:
-        """The choice for the current GPU."""
-        limits = multiprocessors(), shared_bytes_per_cta()
-        return cls.choose(heads, rows, log_rows, batch, log_bf16, *limits, longest_path)
-
-    @classmethod
-    def possible(
-        cls, heads: LayerHeads, rows: int, log_rows: int, log_bf16: bool = False, longest_path: int = 0
-    ) -> list[VerifyPlan]:
-        """Every way to cut a verification: value heads per CTA, or a head shared by two CTAs (the last)."""
-        check_heads(heads)
-        tiles = 1 if rows <= 8 else 2 * -(-rows // 16)
-        log_blocks = (0, 1, 2, 4, 4)[-(-log_rows // 16)]
-        group = heads.value_heads // heads.key_heads
-        state_bytes = 4 if heads.state_dtype == "float32" else 2
-        shapes = [(d, 1) for d in (4, 3, 2, 1) if group % d == 0]
-        if heads.key_dim > 64:
-            shapes.append((1, heads.key_dim // 64))
-        long_path = (longest_path or rows) > LONG_PATH
-        return [cls(tiles, log_blocks, d, n, heads.key_dim, state_bytes, log_bf16, long_path) for d, n in shapes]
-
-    @property
-    def l_parts(self) -> int:
-        """bf16 parts of L."""
-        return 3 if self.long_path else 2
-
-    @property
-    def macros(self) -> dict[str, int]:
-        return {
-            "TILES": self.tiles, "LOG_BLOCKS": self.log_blocks, "DIM": self.head_dim,
-            "STATE_BF16": int(self.state_bytes == 2), "LOG_BF16": int(self.log_bf16),
-            "L_PARTS": self.l_parts, "MIN_CTAS": self.ctas_per_multiprocessor,
-        }  # fmt: skip
-
-    @property
-    def shared_bytes(self) -> int:
-        """The layout of `verify.cu`: state tiles, keys and queries, weights, `Common`, `Head`."""
-        rows, log_rows = 16 * ((self.tiles + 1) // 2), 16 * self.log_blocks
-        columns = rows + log_rows
-        stage = WARPS * 16 * self.head_dim * self.state_bytes
-        key_rows = 8 if self.tiles == 1 else rows
-        spare = 8 if self.tiles == 1 and not log_rows else 0  # read past the queries, never used
-        keys = (2 * key_rows + log_rows + spare) * self.head_dim * 2
-        blocks = rows // 16
-        weights = 2 * (self.l_parts + 2) * (16 * blocks * (log_rows + 24) + 128 * blocks * (blocks - 1))
-        common = 12 * rows + 8 * columns
-        head = 13 * columns + 16 * rows + 4 * log_rows + 16
-        return stage + keys + common + self.heads_per_cta * (weights + head)
-
-    @property
-    def ctas_per_multiprocessor(self) -> int:
-        """CTAs that share the 228 KiB of a multiprocessor (1 KiB of each is the system's) and its registers."""
-        by_registers = 4 if self.tiles <= 2 else 3 if self.tiles <= 4 else 2
-        return min(228 * 1024 // (self.shared_bytes + 1024), by_registers) or 1
-
-    def ctas(self, heads: LayerHeads, batch: int) -> int:
-        return batch * heads.value_heads // self.heads_per_cta * self.value_shares
 
 
 class Log:
@@ -194,24 +90,30 @@ class Verification:
         a, b = gate_operands(operands)
         batch, rows = q.shape[:2]
         log_rows = log.capacity if log else 0
-        plan = plan or VerifyPlan.for_device(heads, rows, log_rows, batch, layer.log_bf16, longest_path)
+        if plan is None:
+            plan = plan_here(Problem(heads, rows, log_rows, layer.log_bf16, longest_path), batch)
         self.plan = plan
+        v_bytes = 2 * batch * rows * row_pitch(v, "v")
+        if max(v_bytes, layer.u.nbytes, output.nbytes) >= 1 << 32:
+            raise UsageError(
+                f"a batch of {batch} with {rows} rows takes 4 GiB or more in one array; use a smaller batch"
+            )
         if plan.shared_bytes > shared_bytes_per_cta():
             raise UsageError(f"{rows} rows with a log need {plan.shared_bytes} bytes of shared memory; fewer rows fit")
         cursors = (log.length, log.row_list) if log else (_NO_ARRAY, _NO_ARRAY)
         limits = (log.capacity, log.reserve) if log else (0, 0)
-        self._kernel = kernel("verify.cu", "verify", plan.shared_bytes, **plan.macros)
-        self._grid = (heads.value_heads // plan.heads_per_cta * plan.value_shares, batch)
+        self._kernel = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
+        self._grid = plan.grid(batch, multiprocessors())
         self._arguments = (
             q, k, v, np.int32(row_pitch(q, "q")), np.int32(row_pitch(k, "k")), np.int32(row_pitch(v, "v")),
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias, masks, np.int32(_mask_pitch(masks)),
             layer.pool, slots, layer.u, layer.k, layer.g, np.int32(layer.record_rows), *cursors, output,
-            np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads), np.int32(plan.heads_per_cta),
-            np.int32(plan.value_shares), *map(np.int32, limits), np.float32(norm_eps),
+            np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
+            *map(np.int32, plan.cut(batch) + limits), np.float32(norm_eps),
         )  # fmt: skip
 
     def __call__(self) -> None:
-        self._kernel(self._grid, (32 * WARPS,), self._arguments, shared_mem=self.plan.shared_bytes)
+        self._kernel(self._grid, (32 * self.plan.warps,), self._arguments, shared_mem=self.plan.shared_bytes)
 
 
 class Fold:
@@ -248,17 +150,9 @@ class Fold:
         heads = self._heads
         shared = 16 * -(-longest // 16) * heads.key_dim * 2
         kernel("commit.cu", "fold_rows", shared, **self._macros)(
-            (heads.value_heads, len(self._slots), len(self._layers)), (32 * WARPS,),
+            (heads.value_heads, len(self._slots), len(self._layers)), (32 * FOLD_WARPS,),
             (self._table, self._slots, np.int32(self._record_rows), length, row_list, accepted, masks, np.int32(pitch),
              np.int32(self._tree_rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
              np.float32(self._norm_eps)),
             shared_mem=shared,
         )  # fmt: skip
-
-
-def check_heads(heads: LayerHeads) -> None:
-    """Raise `UsageError` for head dimensions that the kernels do not have."""
-    if heads.key_dim != heads.value_dim or heads.key_dim not in (64, 128):
-        raise UsageError(
-            f"head dimensions K = {heads.key_dim}, V = {heads.value_dim}; the CUDA kernels have K = V = 64 and 128"
-        )

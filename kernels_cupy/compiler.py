@@ -7,22 +7,27 @@ A variant is a source file and the macros that specialise it. CuPy keeps the mac
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from lab.errors import MissingError
+from lab.profiles.plans import shipped_tables
 
+#: A compute capability, such as 80, in this variable: kernels are compiled to its PTX, which the driver translates.
+PTX_VARIABLE = "TREEWY_PTX"
 SOURCE_DIR = Path(__file__).parent / "src"
 OPTIONS = ("-std=c++17",)
 
 #: Source file -> its kernels.
 KERNELS = {
     "verify.cu": ("verify",),
+    "stream.cu": ("verify_stream",),
     "commit.cu": ("fold_rows",),
     "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes", "read_bytes"),
     "serial.cu": ("recur", "scatter_states"),
@@ -31,8 +36,8 @@ KERNELS = {
 
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
-    *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "verify.cu")),
-    "arrays.py", "closed_form.py", "serial.py",
+    *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "stream.cu", "verify.cu")),
+    "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
 TIMED = ("steps.py", "timer.py")
@@ -52,6 +57,13 @@ def load_cupy() -> ModuleType:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise MissingError(f"the CUDA kernels need an NVIDIA GPU: {error}") from None
     return cupy  # type: ignore[no-any-return]
+
+
+@cache
+def gpu_name() -> str:
+    """What the current GPU calls itself."""
+    cp = load_cupy()
+    return str(cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"].decode())
 
 
 @cache
@@ -80,15 +92,23 @@ def kernel_hash() -> str:
 
 
 def source_hash() -> str:
-    """Hash of every file that a measurement of the state methods depends on."""
-    return _hash(LAUNCHED + TIMED)
+    """Hash of every file that a measurement of the state methods depends on, the shipped tables of plans included."""
+    return _hash(LAUNCHED + TIMED, {f"{gpu}/{path.name}": path for gpu, path in sorted(shipped_tables().items())})
 
 
-def _hash(files: tuple[str, ...]) -> str:
+def _hash(files: tuple[str, ...], more: Mapping[str, Path] = MappingProxyType({})) -> str:
     digest = sha256()
-    for name in files:
-        digest.update(name.encode() + b"\0" + (Path(__file__).parent / name).read_bytes() + b"\0")
+    for name, path in {**{name: Path(__file__).parent / name for name in files}, **more}.items():
+        digest.update(name.encode() + b"\0" + source_bytes(path) + b"\0")
     return digest.hexdigest()
+
+
+def source_bytes(path: Path) -> bytes:
+    """What counts of a source in a hash: all of a file, but no comments and no empty lines of a CUDA source."""
+    if path.suffix not in (".cu", ".cuh"):
+        return path.read_bytes()
+    lines = (line.partition("//")[0].rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+    return "\n".join(filter(None, lines)).encode()
 
 
 def macro_options(macros: dict[str, int]) -> tuple[str, ...]:
@@ -97,6 +117,10 @@ def macro_options(macros: dict[str, int]) -> tuple[str, ...]:
 
 @cache
 def _module(file: str, options: tuple[str, ...]) -> Any:
+    if capability := os.environ.get(PTX_VARIABLE):
+        from kernels_cupy.cubin import module
+
+        return module(file, f"compute_{capability}", (*options, "-ftz=true"))  # as CuPy's own modules
     return load_cupy().RawModule(code=source_text(file), options=options, backend="nvrtc")
 
 
@@ -120,11 +144,13 @@ def kernel(file: str, name: str, shared_bytes: int = 0, **macros: int) -> Any:
     return _kernel(file, name, macro_options(macros), shared_bytes)
 
 
-def compile_variants(file: str, name: str, variants: Iterable[Mapping[str, int]], processes: int) -> None:
-    """Fill CuPy's disk cache with variants of a kernel, given by their macros, several at a time."""
-    distinct = sorted({tuple(sorted(macros.items())) for macros in variants}, reverse=True)
-    with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(distinct)))) as pool:
-        pool.starmap(_compile, [(file, name, macros) for macros in distinct], chunksize=1)
+def compile_variants(variants: Iterable[tuple[str, str, Mapping[str, int]]], processes: int) -> None:
+    """Fill CuPy's disk cache with variants, each a source file, a kernel and macros, several at a time."""
+    distinct = sorted({(file, name, tuple(sorted(macros.items()))) for file, name, macros in variants}, reverse=True)
+    if not distinct:
+        return
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(distinct))) as pool:
+        pool.starmap(_compile, distinct, chunksize=1)
 
 
 def _compile(file: str, name: str, macros: tuple[tuple[str, int], ...]) -> None:

@@ -1,6 +1,7 @@
 """The correctness gate of the CUDA kernels: every method against the float64 recurrence.
 
-`python -m kernels_cupy.gate --out gate.json [--trees 9] [--quick]` writes a record of the worst errors.
+`python -m kernels_cupy.gate --out gate.json [--trees 9] [--quick]` writes a record of the worst errors. `--ptx 80` runs
+the kernels as a GPU of compute capability 8.0 would have them, without newer instructions.
 
 Each case runs several steps of `verify` and `commit` in a closed loop on a batch with a tree of its own for every
 request, random acceptances (also none), padding, and outputs and scratch that hold NaN before. Errors are relative: u
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
 import zlib
@@ -27,9 +29,11 @@ import numpy as np
 
 from kernels_cupy import reference
 from kernels_cupy.arrays import state_bits
-from kernels_cupy.closed_form import MAX_SHARED_BYTES, VerifyPlan
-from kernels_cupy.compiler import compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
+from kernels_cupy.choice import candidates
+from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
+from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record
+from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
 from lab.methods import deltalog, replayssm, treelog
@@ -57,6 +61,8 @@ SIZES = (
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
 SERIAL = ("recurrent", "storeall")
+#: Plans of `stream.cu` that a case runs, at least.
+STREAM_PLANS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        cut = f"-C{self.plan.heads_per_cta}x{self.plan.value_shares}" if self.plan else ""
+        cut = f"-{self.plan.name}" if self.plan else ""
         return (
             f"{self.method}-{self.state_dtype}-H{self.key_heads}x{self.value_heads}-D{self.head_dim}"
             f"-N{self.rows}-P{self.max_path}-{'chain' if self.chain else 'tree'}-B{self.batch}{cut}"
@@ -94,12 +100,32 @@ class Case:
         return self.steps * (self.batch - (self.batch > 2))
 
     def record(self) -> dict[str, Any]:
-        plan = self.plan and {"heads_per_cta": self.plan.heads_per_cta, "value_shares": self.plan.value_shares}
+        plan = self.plan and self.plan.name
         return {**{field.name: getattr(self, field.name) for field in fields(self)}, "plan": plan}
 
 
 def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     """Methods x state types x head groupings x sizes x plans, `trees` requests (an odd number) in each.
+
+    Every plan of `verify.cu` with four warps runs in each, with more warps where it is first possible; of those of
+    `stream.cu` some do, and all that ship in one at least.
+    """
+    sessions = list(uncut(trees, quick))
+    problems = [problem_of(case) for case in sessions if case.method not in SERIAL]
+    streams = iter(select(problems, STREAM_PLANS))
+    seen: set[object] = set()
+    for case in sessions:
+        if case.method in SERIAL:
+            yield case
+        else:
+            blocks = [plan for plan in candidates(problem_of(case)) if isinstance(plan, BlockPlan)]
+            plans = [plan for plan in blocks if plan.warps == 4 or variant_of(plan) not in seen]
+            seen.update(map(variant_of, plans))
+            yield from (replace(case, plan=plan) for plan in (*plans, *next(streams)))
+
+
+def uncut(trees: int, quick: bool) -> Iterator[Case]:
+    """The cases, without plans.
 
     Methods that decode one row have one size, so theirs get as many requests as give them 200 roots per grouping.
     """
@@ -108,12 +134,17 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
         for (rows, path), method in itertools.product(QUICK_SIZES if quick else SIZES, SESSIONS):
             batch = max(odd, 43) if method in DECODING and not quick else odd
             for chain in shapes_of(method, rows, path):
-                yield from planned(Case(method, dtype, HK, HV, 128, rows, path, chain, batch))
+                yield Case(method, dtype, HK, HV, 128, rows, path, chain, batch)
     for dtype, method, batch in itertools.product(("float32", "bfloat16"), SESSIONS, (1, 3)):
         rows = 1 if method in DECODING else 4 if method == "replayssm" else 16
         path = rows if method == "replayssm" else min(rows, 4)
         for HK, HV, dim in ((16, 32, 128), (2, 4, 64)):
-            yield from planned(Case(method, dtype, HK, HV, dim, rows, path, path == rows, batch))
+            yield Case(method, dtype, HK, HV, dim, rows, path, path == rows, batch)
+
+
+def few_at_a_time(plan: VerifyPlan) -> VerifyPlan:
+    """The plan, but with helpers two requests at a time, so that CTAs go on to others as they do in large batches."""
+    return replace(plan, depth=2) if isinstance(plan, StreamPlan) and plan.helpers else plan
 
 
 def shapes_of(method: str, rows: int, path: int) -> list[bool]:
@@ -127,18 +158,13 @@ def shapes_of(method: str, rows: int, path: int) -> list[bool]:
     return [rows == 1]
 
 
-def planned(case: Case) -> Iterator[Case]:
-    """The case once for every way to cut its verifications that fits the largest CTA."""
-    if case.method in SERIAL:
-        yield case
-        return
+def problem_of(case: Case) -> Problem:
+    """What decides how the verifications of a case of a closed-form method are cut."""
     capacity = {
         "bole": 0, "treewy": case.max_path, "treelog": max(treelog.LOG_ROWS, case.max_path),
         "deltalog": deltalog.LOG_ROWS, "replayssm": max(replayssm.HISTORY_ROWS, case.rows),
     }[case.method]  # fmt: skip
-    for plan in VerifyPlan.possible(case.heads, case.rows, capacity, case.method == "replayssm", case.max_path):
-        if plan.shared_bytes <= MAX_SHARED_BYTES:
-            yield replace(case, plan=plan)
+    return Problem(case.heads, case.rows, capacity, case.method == "replayssm", case.max_path)
 
 
 def run(case: Case, seed: int = 0) -> dict[str, float]:
@@ -154,7 +180,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     live = np.flatnonzero(indices >= 0)
     initial = rng.standard_normal((slots, heads.value_heads, heads.value_dim, heads.key_dim), np.float32) * 0.3
     session = SESSIONS[case.method](spec, cp.asarray(initial), indices)
-    session.plan = case.plan
+    session.plan = case.plan and few_at_a_time(case.plan)
     stored = state_bits(initial, heads.state_dtype)
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
@@ -323,15 +349,21 @@ def main() -> int:
     parser.add_argument("--trees", type=int, default=9, help="requests, each with its own tree, per step (default 9)")
     parser.add_argument("--processes", type=int, default=8, help="cases that run at a time (default 8)")
     parser.add_argument("--quick", action="store_true", help="one head grouping and four sizes")
+    parser.add_argument(
+        "--ptx", metavar="ARCH", help="compile for this compute capability (80) and let the driver translate"
+    )
     options = parser.parse_args()
+    if options.ptx:
+        if not options.ptx.isdecimal():
+            parser.error(f"--ptx is {options.ptx!r}; a compute capability such as 80 is needed")
+        os.environ[PTX_VARIABLE] = options.ptx  # the processes of both pools inherit it
     start = time.perf_counter()
     wanted = [
         case
         for case in cases(options.trees, options.quick)
         if case.plan is None or case.plan.shared_bytes <= shared_bytes_per_cta()
     ]
-    plans = [case.plan.macros for case in wanted if case.plan]
-    compile_variants("verify.cu", "verify", plans, options.processes)
+    compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         record = pool.map(case_record, wanted, chunksize=1)
@@ -345,7 +377,8 @@ def main() -> int:
         print(f"{name:22}", words)
     print(f"{len(record)} cases, {red} red, {time.perf_counter() - start:.0f} s")
     if options.out:
-        result = {"device": device_record()["name"], "kernel_hash": kernel_hash(), "summary": summary, "cases": record}
+        device = device_record()["name"] + (f", compiled for compute_{options.ptx}" if options.ptx else "")
+        result = {"device": device, "kernel_hash": kernel_hash(), "summary": summary, "cases": record}
         options.out.write_text(record_text(result), encoding="utf-8")
     return int(red > 0)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import csv
 import ctypes
 import io
+import itertools
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.choice import modelled_plan
 from kernels_cupy.compiler import KERNELS, macro_options, source_text
+from kernels_cupy.covering import shipped_plans
+from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
 from lab.errors import MissingError
 from lab.methods.base import LayerHeads
+from lab.methods.protocol import STATE_DTYPES
 
 TABLE = Path(__file__).parent / "resources.csv"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -54,26 +58,33 @@ class Resources:
 
 
 def variants() -> Iterator[Variant]:
-    """The variants that the shipped methods launch on 16 key and 32 value heads of 128, and heads of 64."""
+    """The variants that the shipped methods launch, with the plans of the cost model and of the shipped tables.
+
+    The cost model's are those of 16 key and 32 value heads of 128, and heads of 64. Of `stream.cu` there is also one
+    for each size of tree and log.
+    """
     yield Variant("cursors.cu")
-    for bf16 in (0, 1):
-        for dim in (128, 64):
-            state = (("DIM", dim), ("STATE_BF16", bf16))
-            yield Variant("serial.cu", state)
-            yield Variant("commit.cu", state)
-            dtype = "bfloat16" if bf16 else "float32"
-            heads = LayerHeads(16, 32, dim, dim, dtype)
-            sizes = [(1, 16), (8, 0), (16, 0), (16, 16), (32, 16), (40, 16), (64, 0), (64, 16), (64, 64)]
-            plans = {}
-            for rows, log_rows in sizes if dim == 128 else [(16, 0), (16, 16)]:
-                for batch in (1, 256):
-                    plan = VerifyPlan.choose(heads, rows, log_rows, batch)
-                    plans[tuple(sorted(plan.macros.items()))] = plan.shared_bytes
-            for macros, shared_bytes in plans.items():
-                yield Variant("verify.cu", macros, shared_bytes)
-        yield Variant("commit.cu", (("LOG_BF16", 1), ("STATE_BF16", bf16)))
-        plan = VerifyPlan.choose(LayerHeads(16, 32, 128, 128, "bfloat16" if bf16 else "float32"), 4, 16, 256, True)
-        yield Variant("verify.cu", tuple(sorted(plan.macros.items())), plan.shared_bytes)
+    plans: list[VerifyPlan] = []
+    for dtype, dim in itertools.product(STATE_DTYPES, (128, 64)):
+        state = (("DIM", dim), ("STATE_BF16", int(dtype == "bfloat16")))
+        yield Variant("serial.cu", state)
+        yield Variant("commit.cu", state)
+        sizes = [(1, 16), (8, 0), (16, 0), (16, 16), (32, 16), (40, 16), (64, 0), (64, 16), (64, 64)]
+        problems = [
+            Problem(LayerHeads(16, 32, dim, dim, dtype), rows, log_rows)
+            for rows, log_rows in (sizes if dim == 128 else [(16, 0), (16, 16)])
+        ]
+        if dim == 128:
+            yield Variant("commit.cu", (("LOG_BF16", 1), state[1]))
+            problems.append(replace(problems[0], rows=4, log_bf16=True))
+        plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
+        plans += [plan for problem in problems for plan in stream_plans(problem)[:1]]
+    largest: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    for plan in (*plans, *shipped_plans()):
+        key = plan.file, tuple(sorted(plan.macros.items()))
+        largest[key] = max(largest.get(key, 0), plan.shared_bytes)
+    for (file, macros), shared_bytes in largest.items():
+        yield Variant(file, macros, shared_bytes)
 
 
 def compile_variant(variant: Variant, arch: str) -> list[Resources]:

@@ -18,38 +18,43 @@ from pathlib import Path
 import numpy as np
 
 from kernels_cupy import reference, timer
-from kernels_cupy.closed_form import VerifyPlan
 from kernels_cupy.compiler import kernel_hash, load_cupy
+from kernels_cupy.covering import covering, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.gate import Case
+from kernels_cupy.gate import Case, few_at_a_time
 from kernels_cupy.gate import cases as gate_cases
+from kernels_cupy.plans import BlockPlan, StreamPlan
 from kernels_cupy.sessions import SESSIONS
 from lab.errors import MissingError
 from lab.methods.protocol import SessionSpec
 
 #: Parts that run side by side under each tool.
-PARTS = 3
+PARTS = 4
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Rows of a tree and the longest path, for the serial methods.
 SIZES = ((1, 1), (3, 3), (16, 6), (17, 17))
 
 
 def cases() -> list[Case]:
-    """A small session of every plan that the gate runs, of every log method on a chain, and of the serial methods."""
-    by_plan: dict[VerifyPlan, Case] = {}
-    others = []
+    """A small session of every set of macros of `verify.cu` that the gate runs, and of `stream.cu` that ships,
+    of every log method on a chain, and of the serial methods.
+    """
+    by_variant: dict[object, Case] = {}
+    others, streams = [], list[Case]()
     for case in gate_cases(trees=1):
         if case.key_heads == 16:
             continue
-        small = replace(case, batch=3, steps=3)
-        if case.plan is None:
-            if (case.rows, case.max_path) in SIZES:
-                others.append(small)
-        else:  # plans say how many value heads share a block, not how many there are
-            by_plan.setdefault(case.plan, small)
-            if case.plan.heads_per_cta == 2 and (case.rows, case.max_path) in SIZES:
-                others.append(small)
-    return list(dict.fromkeys([*others, *by_plan.values()]))
+        small, plan = replace(case, batch=3, steps=3), case.plan
+        few = (case.rows, case.max_path) in SIZES
+        if isinstance(plan, StreamPlan):
+            streams.append(small)
+        elif plan is not None:
+            by_variant.setdefault(variant_of(plan)[:2], small)
+        if few and (plan is None or (isinstance(plan, BlockPlan) and plan.heads_per_cta == 2)):
+            others.append(small)
+    by_plan = {case.plan: case for case in reversed(streams)}
+    kept = [by_plan[plan] for plan in covering([case.plan for case in streams if isinstance(case.plan, StreamPlan)])]
+    return list(dict.fromkeys([*others, *by_variant.values(), *kept]))
 
 
 def run(case: Case, rng: np.random.Generator) -> None:
@@ -58,7 +63,7 @@ def run(case: Case, rng: np.random.Generator) -> None:
     spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
-    session.plan = case.plan
+    session.plan = case.plan and few_at_a_time(case.plan)
     for _ in range(case.steps):
         parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
         if not case.chain:
@@ -121,7 +126,7 @@ def main() -> int:
     timer.copy_bandwidth(1 << 20)
     timer.read_bandwidth(1 << 20)
     cp.cuda.Device().synchronize()
-    print(f"{len(wanted)} sessions, {len({case.plan for case in wanted if case.plan})} plans")
+    print(f"{len(wanted)} sessions, {len({variant_of(case.plan) for case in wanted if case.plan})} plans")
     return 0
 
 

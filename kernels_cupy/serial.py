@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
-from kernels_cupy.closed_form import check_heads
 from kernels_cupy.compiler import kernel, load_cupy
+from kernels_cupy.plans import check_heads
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_cupy.arrays import as_device, host_floats, nan_bits, state_bits
-from kernels_cupy.closed_form import Fold, Layer, Log, Verification, VerifyPlan, check_heads, tree_masks
+from kernels_cupy.closed_form import Fold, Layer, Log, Verification, tree_masks
 from kernels_cupy.compiler import load_cupy
+from kernels_cupy.plans import VerifyPlan, check_heads
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.errors import UsageError
 from lab.methods import deltalog, replayssm, treelog

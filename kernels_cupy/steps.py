@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels_cupy.closed_form import Fold, Layer, Log, Verification, VerifyPlan, tree_masks
+from kernels_cupy.closed_form import Fold, Layer, Log, Verification, tree_masks
 from kernels_cupy.compiler import load_cupy
+from kernels_cupy.plans import VerifyPlan
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
+from lab.errors import UsageError
 from lab.methods import deltalog, replayssm, treelog
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
@@ -57,7 +59,7 @@ class Shape:
 
     def committed(self) -> NDArray[np.int32]:
         """Rows that each request commits in every step: whole numbers, `rows_committed` on average."""
-        done = np.floor(self.rows_committed * np.arange(self.batch + 1) + 1e-9)
+        done = np.rint(self.rows_committed * np.arange(self.batch + 1))
         return np.asarray(np.maximum(np.diff(done), 1), np.int32)
 
     def cycles(self) -> NDArray[np.int32]:
@@ -96,7 +98,7 @@ class Shape:
 
         Records are in this package's own formats, which are smaller than those that the published methods state.
         """
-        heads, rows, committed = self.heads, self.tree.num_rows, self.rows_committed
+        heads, rows, committed = self.heads, self.tree.num_rows, float(np.mean(self.committed()))
         state = heads.state_bytes
         operands = rows * (heads.operand_bytes - 4 * heads.value_heads)  # gates are bf16 here
         fold = 2 * state + self.record_bytes(committed)
@@ -131,7 +133,10 @@ class Shape:
 
 
 class Step:
-    """`layers` layers of one `Shape`; `phases` names what can be timed alone and, as `step`, together."""
+    """`layers` layers of one `Shape`; `phases` names what can be timed alone and, as `step`, together.
+
+    `cut` puts another plan, or the chosen one, in the place of the verification's; serial methods have none.
+    """
 
     def __init__(self, shape: Shape, layers: int, seed: int = 0, plan: VerifyPlan | None = None) -> None:
         cp, heads, batch, tree = load_cupy(), shape.heads, shape.batch, shape.tree
@@ -146,10 +151,16 @@ class Step:
         pools = [random_states(cp, seed + i, batch, heads) for i in range(layers)]
         self._keep: list[Any] = [operands, outputs, pools]
         self.phases: dict[str, Callable[[], None]] = {}
+        self.cut: Callable[[VerifyPlan | None], None] = _one_way
         if shape.method in ("recurrent", "storeall"):
             self._serial(operands, outputs, pools)
         else:
             self._closed_form(operands, outputs, pools, plan)
+
+    def release(self) -> None:
+        """Let go of what refers to the step: its memory would stay until the next collection."""
+        self.phases.clear()
+        self.cut = _one_way
 
     def _serial(self, operands: list[Operands], outputs: list[Any], pools: list[Any]) -> None:
         cp, shape = load_cupy(), self.shape
@@ -210,29 +221,10 @@ class Step:
         for layer in layers:  # unwritten records are NaN; logs start with some of them
             for x in (layer.u, layer.k, layer.g):
                 x.fill(0)
-
-        def verifications(log: Log | None) -> list[Verification]:
-            return [
-                Verification(layer, self.slots, x, self.masks, o, log, plan=plan, longest_path=shape.tree.max_depth + 1)
-                for layer, x, o in zip(layers, operands, outputs, strict=True)
-            ]
-
-        verify = verifications(log)
-        self.plan = verify[0].plan
         fold = Fold(layers, self.slots, rows)
-        self._keep += [layers, log, idle]
-        if log is None or idle is None:
-            self.phases["verify"] = lambda: launch_all(verify)
-            self.phases["commit"] = lambda: fold.path(self.accepted, self.masks)
-
-            def step() -> None:
-                launch_all(verify)
-                fold.path(self.accepted, self.masks)
-        else:
-            committed = shape.committed()
-            log.length[:] = cp.asarray(committed * (shape.turns() + 1))
+        if log and idle:
             if shape.method == "treewy":  # every step folds the path of the one before
-                idle.length[:] = cp.asarray(committed)
+                idle.length[:] = cp.asarray(shape.committed())
             else:
                 idle.length[:] = round(shape.mean_log_rows)
                 idle.reserve = 0
@@ -240,14 +232,43 @@ class Step:
                 full.length[:] = log.capacity
                 self._keep.append(full)
                 self.phases["flush"] = lambda: fold.log(full)
-            alone = verifications(idle)
-            self.phases["verify"] = lambda: launch_all(alone)
+        else:
+            self.phases["commit"] = lambda: fold.path(self.accepted, self.masks)
+        self._keep += [layers, log, idle]
+
+        def verifications(log: Log | None, plan: VerifyPlan | None) -> list[Verification]:
+            return [
+                Verification(layer, self.slots, x, self.masks, o, log, plan=plan, longest_path=shape.tree.max_depth + 1)
+                for layer, x, o in zip(layers, operands, outputs, strict=True)
+            ]
+
+        def cut(plan: VerifyPlan | None) -> None:
+            verify = verifications(log, plan)
+            alone: list[Verification] = []  # made when first wanted: most cuts are timed as a step only
+            self.plan = verify[0].plan
+            if log:
+                log.length[:] = cp.asarray(shape.committed() * (shape.turns() + 1))
+
+            def verify_alone() -> None:
+                if not alone:
+                    alone.extend(verifications(idle, plan))
+                launch_all(alone)
 
             def step() -> None:
                 launch_all(verify)
-                log.advance(self.accepted, self.masks)
+                if log:
+                    log.advance(self.accepted, self.masks)
+                else:
+                    fold.path(self.accepted, self.masks)
 
-        self.phases["step"] = step
+            self.phases |= {"verify": verify_alone, "step": step}
+
+        self.cut = cut
+        cut(plan)
+
+
+def _one_way(plan: VerifyPlan | None) -> None:
+    raise UsageError("a serial method has one way to run; no plan fits it")
 
 
 def launch_all(launches: list[Any]) -> None:

@@ -71,7 +71,13 @@ DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same, kept in program order: where the compiler would run ahead and spill registers.
+// c[16 x 8] += a[16 x 8] b[8 x 8].
+DEVICE void mma8(float (&c)[4], const u32 (&a)[2], u32 b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// The product of 16 keys, kept in program order: where the compiler would run ahead and spill registers.
 DEVICE void mma_in_order(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -101,7 +107,15 @@ DEVICE void copy_async16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+// Four bytes that no kernel writes, whose whole line will be wanted soon.
+DEVICE u32 load_line(const void* global) {
+  u32 x;
+  asm("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- the order of keys in shared memory ----

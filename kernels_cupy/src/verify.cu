@@ -10,11 +10,11 @@
 //     treelog   a log of at least one path, reserve = longest path           deltalog  the same with one row
 //     replayssm the same on chains, u stored as bf16 (LOG_BF16)
 //
-// Thread mapping. One CTA of 4 warps per request, key head (or some of its value heads) and share of the value rows. The
-// warps build the small matrices of the CTA's value heads together: Grams K K^T, Q K^T on tensor cores, decays, and the
-// inverses of the 16 x 16 diagonal blocks of M = I + L in fp32. Then each warp streams tiles of 16 value rows x DIM keys
-// of S alone, without barriers: a tile is an A operand of S K^T and S Q^T, its results are again A operands of the
-// solve and of the outputs ("dv-major": rows are value rows, columns are tree rows).
+// Thread mapping. One CTA of 4, 8 or 16 warps per request, key head (or some of its value heads) and share of the value
+// rows. The warps build the small matrices of the CTA's value heads together: Grams K K^T, Q K^T on tensor cores, decays,
+// and the inverses of the 16 x 16 diagonal blocks of M = I + L in fp32. Then each warp streams tiles of 16 value rows x
+// DIM keys of S alone, without barriers: a tile is an A operand of S K^T and S Q^T, its results are again A operands of
+// the solve and of the outputs ("dv-major": rows are value rows, columns are tree rows).
 // Lane 4 g + t holds value rows 2 g and 2 g + 1 of a tile (rows g and g + 8 of the MMA), so that v, u and o move as pairs.
 // Keys are permuted inside groups of 16 (see key_position): a lane's state loads are 16 bytes.
 //
@@ -22,7 +22,7 @@
 // one is solved); raw keys and queries; L, C and T - I as bf16 hi and lo.
 // Precision: q, k exact in bf16; S and the small matrices as hi + lo (17 bits; L on long paths with a third part); u in three
 // parts (24 bits) where it acts on later rows and in the update of a flush, whose sum is in fp32 outside the tensor core.
-// Sums of log decays in double.
+// Sums of log decays in double, kept as two floats.
 // Traffic per request and value head: 4 DIM^2 bytes of S (2 for bf16; twice that when flushing), per row 2 DIM (v) + 2
 // DIM (o) + 4 DIM (u) + q, k and a key record shared by the value heads of a key head, per log row 4 DIM (u) + key.
 #include "common.cuh"
@@ -36,11 +36,14 @@
 #ifndef L_PARTS  // bf16 parts of L: 2, or 3 where paths are long
 #define L_PARTS 2
 #endif
+#ifndef WARPS  // 4, 8 or 16
+#define WARPS 4
+#endif
 #ifndef MIN_CTAS  // CTAs that fit a multiprocessor's shared memory; bounds the registers
 #define MIN_CTAS (TILES <= 2 ? 3 : 2)
 #endif
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCKS = (TILES + 1) / 2;                  // blocks of 16 tree rows
 constexpr int ROWS = 16 * BLOCKS, LOG_ROWS = 16 * LOG_BLOCKS, COLUMNS = LOG_ROWS + ROWS;
 // Unrolling more would spill registers here.
@@ -56,7 +59,7 @@ constexpr int ONE_LOG = LOG_BLOCKS > 0 ? LOG_BLOCKS : 1; // arrays need a length
 
 // What one value head needs beside the weights. Its size is repeated in VerifyPlan.shared_bytes.
 struct Head {
-  double G[COLUMNS];        // log decay from the base, log rows first
+  double G[COLUMNS];        // log decay from the base, log rows first; then as a sum of two floats
   u8 up[COLUMNS];           // the row that a partial sum of G still lacks, NONE if complete
   float2 in[ROWS];          // beta, beta e^G / |k|
   float out[ROWS];          // e^G DIM^-0.5 / |q|
@@ -72,6 +75,7 @@ struct Common {
   float key_scale[COLUMNS];  // 1 / |k|, log rows first
   float query_scale[ROWS];   // DIM^-0.5 / |q|
   int row[COLUMNS];          // record row of each log row and tree row
+  u32 place[COLUMNS];        // and where its u starts, in bytes
 };
 
 #ifdef EXPECTED_SMALL_BYTES
@@ -160,14 +164,12 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   Head* heads = (Head*)(&common + 1);
 
   const int share_rows = DIM / value_shares;
-  const int tiles_per_head = share_rows / (16 * WARPS);
-  const int num_tiles = heads_per_cta * tiles_per_head;
+  const int tiles_per_head = share_rows / 16, num_tiles = heads_per_cta * tiles_per_head / WARPS;  // of the CTA; of a warp
   const i64 state_base = ((i64)slot * value_heads + first_head) * DIM * DIM;
-  // Value row of this warp's tile n, and the tile itself.
-  auto value_row = [&](int n) { return share * share_rows + (n % tiles_per_head * WARPS + warp) * 16; };
-  auto tile_of = [&](int n) {
-    return state + state_base + (i64)(n / tiles_per_head) * DIM * DIM + (i64)value_row(n) * DIM;
-  };
+  // This warp's tile n: its value head, counted from the CTA's first, its value rows, and the tile itself.
+  auto head_of = [&](int n) { return (n * WARPS + warp) / tiles_per_head; };
+  auto value_row = [&](int n) { return share * share_rows + (n * WARPS + warp) % tiles_per_head * 16; };
+  auto tile_of = [&](int n) { return state + state_base + (i64)head_of(n) * DIM * DIM + (i64)value_row(n) * DIM; };
   // ---- first wave of loads: nothing here depends on another load but the slot's tile ----
   constexpr int LANES = DIM / 8, ROWS_AT_ONCE = THREADS / LANES;
   constexpr int LOG_PASSES = LOG_BLOCKS > 0 ? (LOG_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE : 1;
@@ -273,6 +275,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   }
   if (tid < COLUMNS) {
     common.row[tid] = my_row;
+    common.place[tid] = (u32)(record_base + my_row) * (u32)(value_heads * DIM * (int)sizeof(log_t));
     if (tid >= LOG_ROWS) common.mask[tid - LOG_ROWS] = my_mask;
   }
   __syncthreads();
@@ -340,6 +343,12 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
         head.out[row] = from_base * common.query_scale[row];
       }
     }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const float first = (float)sum[i];
+      if (lane + 32 * i < COLUMNS) *(float2*)&head.G[lane + 32 * i] = make_float2(first, (float)(sum[i] - first));
+    }
   }
 
   // ---- Grams, turned into the weights of every value head ----
@@ -379,7 +388,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
         for (int e = 0; e < 2; e++) {
           const int in_row = g + 8 * e, row = block * 16 + in_row;
           const u64 mask = is_log ? 0 : common.mask[row] >> (other * 16);
-          const double G_row = head.G[LOG_ROWS + row];
+          const float2 G_row = *(const float2*)&head.G[LOG_ROWS + row];
           const float key_row = head.beta[row] * common.key_scale[LOG_ROWS + row], query_row = common.query_scale[row];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
@@ -388,7 +397,8 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
             for (int i = 0; i < 2; i++) {
               const int in_column = half * 8 + 2 * t + i;
               const bool sees = is_log ? (other * 16 + in_column < length && row < rows) : (mask >> in_column & 1);
-              const float decay = __expf(fminf((float)(G_row - head.G[first_column + in_column]), 0.f));
+              const float2 G_column = *(const float2*)&head.G[first_column + in_column];
+              const float decay = __expf(fminf((G_row.x - G_column.x) + (G_row.y - G_column.y), 0.f));
               const float w = decay * common.key_scale[first_column + in_column];
               l[i] = sees && !(diagonal && in_row == in_column) ? key_row * w * gram[0][half][2 * e + i] : 0.f;
               c[i] = sees ? query_row * w * gram[1][half][2 * e + i] : 0.f;
@@ -460,9 +470,12 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
 
   for (int n = 0; n < num_tiles; n++) {
-    const int h = n / tiles_per_head, value_head = first_head + h;
+    const int h = head_of(n), value_head = first_head + h;
     const int value = value_row(n) + 2 * g;  // this lane's value rows are value and value + 1
     const Head& head = heads[h];
+    // Bytes from the start of an array; the host checks that 32 bits hold them.
+    const u32 place = value_head * DIM + value, u_offset = place * (u32)sizeof(log_t);
+    const u32 v_offset = 2 * ((u32)first_token * v_pitch + place), out_offset = 2 * ((u32)first_token * value_heads * DIM + place);
 
     u32 values[TILES][2];
 #pragma unroll
@@ -471,7 +484,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
       for (int e = 0; e < 2; e++) {
         const int row = 8 * i + 2 * t + e;
         values[i][e] =
-            row < rows ? *(const u32*)(v + ((i64)request * rows + row) * v_pitch + value_head * DIM + value) : 0u;
+            row < rows ? *(const u32*)((const u8*)v + (v_offset + 2 * row * v_pitch)) : 0u;
       }
     // u of the log as an A operand: log rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of each block.
     float2 logged[ONE_LOG][4];
@@ -484,7 +497,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
           logged[block][i] = make_float2(0.f, 0.f);
           if (row < length)
             logged[block][i] =
-                load_u(u_records + ((record_base + common.row[row]) * value_heads + value_head) * DIM + value);
+                load_u((const log_t*)((const u8*)u_records + (common.place[row] + u_offset)));
         }
     }
 
@@ -674,8 +687,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
         for (int e = 0; e < 2; e++) {
           const int row = 8 * tile + 2 * t + e;
           if (row < rows)
-            store_u(u_records + ((record_base + common.row[LOG_ROWS + row]) * value_heads + value_head) * DIM + value,
-                    u[half][e], u[half][2 + e]);
+            store_u((log_t*)((u8*)u_records + (common.place[LOG_ROWS + row] + u_offset)), u[half][e], u[half][2 + e]);
         }
       }
       split_block(u, tree_u[block]);
@@ -690,7 +702,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
           const int row = 8 * tile + 2 * t + e;
           const float out = head.out[row];
           if (row < rows)
-            *(u32*)(output + (((i64)request * rows + row) * value_heads + value_head) * DIM + value) =
+            *(u32*)((u8*)output + (out_offset + 2 * row * value_heads * DIM)) =
                 pack_bf16(fmaf(out, from_queries[tile][e], o[half][e]),
                           fmaf(out, from_queries[tile][2 + e], o[half][2 + e]));
         }

@@ -6,7 +6,7 @@ Importing it needs no GPU; making a `CudaBackend` does, and raises `MissingError
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
-from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
+from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.sessions import SESSIONS
 from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
 from lab.bench.backend import Effort, PhaseTiming
@@ -30,6 +31,8 @@ from lab.profiles.rows import PHASES
 #: Largest relative errors: bfloat16 outputs; then what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(4e-3, 1e-5)
 ROUNDED = GateErrors(2e-2, 2e-2)
+#: Methods whose verification has one way to run.
+SERIAL_METHODS = ("recurrent", "storeall")
 #: Layers cover at least this many times the L2 cache, which does not forget in the order of use.
 CACHE_COVER = 4
 MAX_LAYERS = 512
@@ -50,22 +53,20 @@ class CudaBackend:
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile the verification variants of all points in parallel processes; they stay in CuPy's disk cache."""
-        variants = [plan.macros for point in points if (plan := self.variant(point)) is not None]
-        if len(variants) > 2:
-            compile_variants("verify.cu", "verify", variants, self.host_processes)
+        plans = [plan for point in points if (plan := self.variant(point)) is not None]
+        if len(plans) > 2:
+            self.compile(plans)
+
+    def compile(self, plans: Iterable[VerifyPlan]) -> None:
+        """Compile what the plans launch in parallel processes."""
+        compile_variants([(plan.file, plan.kernel, plan.macros) for plan in plans], self.host_processes)
 
     def limits(self, point: Point) -> GateErrors:
         rounds = point.heads.state_dtype == "bfloat16" or point.method == "replayssm"
         return ROUNDED if rounds else SINGLE
 
     def variant(self, point: Point) -> VerifyPlan | None:
-        if point.method in ("recurrent", "storeall"):
-            return None
-        capacity = _shape(point).log_limits[0] if point.method in LOG_METHODS else 0
-        return VerifyPlan.for_device(
-            point.heads, point.tree.num_rows, capacity, point.batch, point.method == "replayssm",
-            point.tree.max_depth + 1,
-        )  # fmt: skip
+        return None if point.method in SERIAL_METHODS else plan_here(problem_of(point), point.batch)
 
     def gate(self, point: Point, known: Reference) -> GateErrors:
         cp = load_cupy()
@@ -87,10 +88,10 @@ class CudaBackend:
     def refusal(self, point: Point) -> str | None:
         """Layers and the numbers that fill them must fit 90 % of the free memory."""
         cp = load_cupy()
-        shape = _shape(point)
+        shape = shape_of(point)
         copies = 2 if point.method == "storeall" else 1
         elements = point.batch * point.heads.value_heads * point.heads.value_dim * point.heads.key_dim
-        needed = copies * self._layers(shape) * shape.layer_bytes() + 20 * elements
+        needed = copies * self.layers(shape) * shape.layer_bytes() + 20 * elements
         free, _ = cp.cuda.runtime.memGetInfo()
         if needed > 0.9 * free:
             return (
@@ -110,25 +111,23 @@ class CudaBackend:
         return tuple(phase for phase in PHASES if has[phase])
 
     def bytes_moved(self, point: Point, phase: str) -> float:
-        return _shape(point).bytes_moved(phase)
+        return shape_of(point).bytes_moved(phase)
 
     def measure(self, point: Point, phases: Collection[str], effort: Effort) -> Iterator[PhaseTiming]:
-        shape = _shape(point)
-        layers = self._layers(shape)
+        shape = shape_of(point)
+        layers = self.layers(shape)
         enough = AnyOf(
             (MedianSpread(effort.relative_spread, effort.min_samples), TimeLimit(effort.limit_s, effort.min_samples))
         )
         try:
             step = Step(shape, layers)
             for phase in phases:
-                calls = 1
-                if phase == "step" and point.method in LOG_METHODS and point.batch < FEW_REQUESTS:
-                    calls = shape.cycle_steps
+                calls = cycle_of(shape) if phase == "step" else 1
                 for name in self.timers:
                     timed = timer.time_graph if name == "graph" else timer.time_eager
                     samples = timed(step.phases[phase], enough, calls)
                     yield PhaseTiming(phase, name, Timing.of([sample / layers for sample in samples]))
-            step.phases.clear()  # they refer to their step: without this its memory stays until the next collection
+            step.release()
         finally:
             step = None  # type: ignore[assignment]
             load_cupy().get_default_memory_pool().free_all_blocks()
@@ -145,10 +144,24 @@ class CudaBackend:
     def clocks(self) -> dict[str, Any]:
         return device.clocks()
 
-    def _layers(self, shape: Shape) -> int:
+    def layers(self, shape: Shape) -> int:
+        """Layers that a pass goes over, so that it finds none of them in the L2 cache."""
         cache_bytes = load_cupy().cuda.Device().attributes["L2CacheSize"]
         return min(max(int(-(-CACHE_COVER * cache_bytes // shape.layer_bytes())), 1), MAX_LAYERS)
 
 
-def _shape(point: Point) -> Shape:
+def shape_of(point: Point) -> Shape:
+    """The point as `kernels_cupy.steps` lays it out."""
     return Shape(point.method, point.heads, point.batch, point.tree)
+
+
+def cycle_of(shape: Shape) -> int:
+    """Steps that a sample covers: one, or a whole cycle of the logs where steps differ in how many requests flush."""
+    return shape.cycle_steps if shape.method in LOG_METHODS and shape.batch < FEW_REQUESTS else 1
+
+
+def problem_of(point: Point) -> Problem:
+    """What decides how the point's verification is cut; its method is not a serial one."""
+    log_rows = shape_of(point).log_limits[0] if point.method in LOG_METHODS else 0
+    path = point.tree.max_depth + 1
+    return Problem(point.heads, point.tree.num_rows, log_rows, point.method == "replayssm", path)

@@ -46,6 +46,9 @@ def command(
         None, "--operator-tables", help="h200, b200 or h100: what prices the rest of a model beside this profile."
     ),
     date: str = typer.Option(None, "--date", help="Date to put into device.json (YYYY-MM-DD); none without it."),
+    tune: bool = typer.Option(
+        False, "--tune", help="Time every way to cut a verification; --out gets the fastest ones as plans.csv (cuda)."
+    ),
     profile_error: str = typer.Option(
         None, "--profile-error", help="Print the interpolation error of a profile's grid; measures nothing."
     ),
@@ -72,7 +75,15 @@ def command(
         _profile_error(profile_error, as_json)
         return
     folder = _folder(out, profile, operator_tables, date)
-    runner = _backend(backend, eager)
+    runner = _backend(backend or "cuda", eager)
+    if tune:
+        from lab.bench.tune import TUNED_METHODS
+        from lab.cli import tuning
+
+        tuner, methods = tuning.tuner_on(runner), ",".join(TUNED_METHODS) if method is None else method
+        axes = _axes(runner, quick, methods, model, tensor_parallel_size, state_dtype, batch, tree)
+        tuning.run(tuning.TuneJob(tuner, runner.device()["name"], axes, time_limit, folder, resume, overwrite), as_json)
+        return
     phases = _phases(phase)
     if resume and folder is not None and not given & AXES:
         axes, phases, effort = _last_run(folder, runner)
@@ -94,10 +105,13 @@ def _check_flags(given: set[str]) -> None:
         mode, known = "--simulator", {"simulator", "running", "steps", "as_json"}
     elif "profile_error" in given:
         mode, known = "--profile-error", {"profile_error", "as_json"}
+    elif "tune" in given:
+        others = {"backend", "tune", "time_limit", "out", "resume", "overwrite", "as_json"}
+        mode, known = "--tune", (AXES - {"phase"}) | others
     elif "backend" in given:
         mode, known = "--backend", given - {"running", "steps"}
     else:
-        raise UsageError("nothing to measure: give --backend cpu, --backend cuda or --simulator")
+        raise UsageError("nothing to measure: give --backend cpu, --backend cuda, --tune or --simulator")
     ignored = sorted(f"--{name.replace('_', '-')}" for name in given - known)
     if ignored:
         raise UsageError(f"{', '.join(ignored)} has no meaning beside {mode}; leave it away")

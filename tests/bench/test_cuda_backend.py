@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels_cupy import closed_form
+from kernels_cupy import choice
+from kernels_cupy.choice import place_of
+from kernels_cupy.plans import MAX_SHARED_BYTES
 from kernels_cupy.steps import CUDA_METHODS, Shape
 from lab.bench import cuda_backend
 from lab.bench.backend import Effort
-from lab.bench.cuda_backend import CudaBackend
+from lab.bench.cuda_backend import CudaBackend, problem_of
 from lab.bench.points import Point
 from lab.bench.reference import References
 from lab.bf16 import from_bits, to_bits
@@ -23,6 +25,7 @@ from lab.errors import MissingError
 from lab.methods import get_method
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
+from lab.profiles.plans import PlanRow, PlanTable
 from lab.trees import DraftTree, parse_tree
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
@@ -70,6 +73,9 @@ class FakeStep:
             name: lambda: None for name in ("verify", "commit", "flush", "step")
         }
 
+    def release(self) -> None:
+        self.phases.clear()
+
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -90,8 +96,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         return run
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
-    monkeypatch.setattr(closed_form, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(closed_form, "shared_bytes_per_cta", lambda: closed_form.MAX_SHARED_BYTES)
+    monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda: MAX_SHARED_BYTES)
     monkeypatch.setattr(cuda_backend, "Step", FakeStep)
     monkeypatch.setattr(cuda_backend, "host_floats", from_bits)
     monkeypatch.setattr(cuda_backend.timer, "time_graph", time_with("graph"))
@@ -163,6 +170,26 @@ def test_batches_that_run_other_kernels_are_variants_of_their_own(fake_gpu: Any)
     assert backend.variant(point("storeall", "tree")) is None
     assert backend.variant(point("treelog", "tree", 256)) == backend.variant(point("treelog", "tree", 257))
     assert backend.variant(point("treelog", "tree", 256)) != backend.variant(point("treelog", "tree", 1))
+
+
+def test_variants_are_compiled_with_their_own_source_and_kernel(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PlanTable([PlanRow(place_of(problem_of(point("treelog", "tree")), 8), "stream-w4-t4-s1-r12", 1, "x", 2)])
+    monkeypatch.setattr(choice, "table_of", lambda name: table)
+    compiled: list[Any] = []
+    monkeypatch.setattr(cuda_backend, "compile_variants", lambda variants, processes: compiled.extend(variants))
+    heads = LayerHeads(16, 32, 64, 64, "float32")  # of which the table has no row
+    backend, points = (
+        CudaBackend(),
+        [point("bole", "tree"), point("treelog", "tree"), point("treelog", "tree", 8, heads)],
+    )
+    backend.prepare([*points, point("storeall", "tree")])
+    assert [(file, kernel) for file, kernel, _ in compiled] == [
+        ("verify.cu", "verify"), ("stream.cu", "verify_stream"), ("verify.cu", "verify"),
+    ]  # fmt: skip
+    assert [macros for _, _, macros in compiled] == [plan.macros for each in points if (plan := backend.variant(each))]
+    compiled.clear()
+    backend.prepare(points[:2])
+    assert compiled == [], "two are compiled as they come"
 
 
 @pytest.mark.parametrize("tree", ["chain:1", "chain:3", "chain:7", "2,2,2", "binary:15"])

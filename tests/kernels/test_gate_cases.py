@@ -3,48 +3,93 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from kernels_cupy.closed_form import VerifyPlan
+from kernels_cupy.choice import choose_plan, place_of
+from kernels_cupy.covering import shipped_plans, traits_of, variant_of
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, SERIAL, Case, cases, failures
+from kernels_cupy.gate import problem_of as case_problem
+from kernels_cupy.plans import BlockPlan, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.sanitize import cases as sanitized_cases
-from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape
+from kernels_cupy.steps import CUDA_METHODS
+from lab.bench.cuda_backend import problem_of
 from lab.bench.points import default_axes
+from lab.profiles import plans as plans_module
+from lab.profiles.plans import PLANS_FILE, Place, PlanRow, PlanTable, table_of, write_plans
 
 CASES = list(cases(trees=9))
 
 
-def grid_plans() -> set[tuple[str, int, VerifyPlan]]:
-    """Method, value heads per key head and plan of every closed-form point of a profile on a GPU like the H200."""
-    found = set()
-    for point in default_axes("cuda", False, CUDA_METHODS).points():
-        if point.method in SERIAL:
-            continue
-        shape = Shape(point.method, point.heads, point.batch, point.tree)
-        log_rows = shape.log_limits[0] if point.method in LOG_METHODS else 0
-        plan = VerifyPlan.choose(
-            point.heads, point.tree.num_rows, log_rows, point.batch, point.method == "replayssm",
-            longest_path=point.tree.max_depth + 1,
-        )  # fmt: skip
-        found.add((point.method, point.heads.value_heads // point.heads.key_heads, plan))
-    return found
+def launched(plan: VerifyPlan) -> tuple[object, ...]:
+    """What must be gated of a plan: its machine code."""
+    return variant_of(plan)[:2]
+
+
+def grid_plans(table: PlanTable | None) -> set[tuple[object, ...]]:
+    """The launches of every closed-form point of a profile on a GPU like the H200 with this table."""
+    return {
+        launched(choose_plan(problem_of(point), point.batch, table))
+        for point in default_axes("cuda", False, CUDA_METHODS).points()
+        if point.method not in SERIAL
+    }
 
 
 def test_every_plan_of_the_profile_grid_is_gated() -> None:
-    gated = {(case.method, case.value_heads // case.key_heads, case.plan) for case in CASES}
-    assert grid_plans() - gated == set()
+    gated = {launched(case.plan) for case in CASES if case.plan}
+    for table in (table_of("NVIDIA H200"), None):
+        assert grid_plans(table) - gated == set()
+
+
+def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream plan that a point can take, each at a place of its own."""
+    rows: dict[Place, PlanRow] = {}
+    for i, point in enumerate(default_axes("cuda", False, ("treelog", "bole", "replayssm")).points()):
+        plans = stream_plans(problem_of(point))
+        if plans:
+            place, name = place_of(problem_of(point), point.batch), plans[i % len(plans)].name
+            rows[place] = PlanRow(place, name, 1.0, name, 1.0)
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / PLANS_FILE).write_text(write_plans(rows.values()))
+    monkeypatch.setattr(plans_module, "SHIPPED", tmp_path)
+    found = list(cases(trees=9))
+    gated = {launched(case.plan) for case in found if case.plan}
+    wanted = grid_plans(table_of("NVIDIA H200"))
+    assert len({x for x in wanted if x[0] == StreamPlan.file}) > 50
+    assert wanted - gated == set()
+    shipped = {variant_of(plan)[:2] for plan in shipped_plans()}
+    assert {variant_of(case.plan)[:2] for case in sanitized_cases() if isinstance(case.plan, StreamPlan)} == shipped
+
+
+def test_the_gate_sees_every_value_of_every_macro_of_the_streams() -> None:
+    seen = {trait for case in CASES if isinstance(case.plan, StreamPlan) for trait in traits_of(case.plan)}
+    assert seen == {
+        trait
+        for case in CASES
+        if case.method not in SERIAL
+        for plan in stream_plans(case_problem(case))
+        for trait in traits_of(plan)
+    }
+
+
+def test_a_case_runs_a_few_streams_and_every_name_is_one_case() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    streams = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, StreamPlan))
+    assert set(streams.values()) <= {2, 3, 4}
+    assert list(cases(trees=9)) == CASES, "the same in every process"
 
 
 def test_the_sanitizers_see_every_kernel_and_every_gated_plan() -> None:
     seen = sanitized_cases()
     assert {case.method for case in seen} == set(CUDA_METHODS)
     assert {case.head_dim for case in seen} == {64, 128}
-    plans = {case.plan for case in seen if case.plan}
-    assert {plan for _, _, plan in grid_plans()} <= plans
-    assert {case.plan for case in CASES if case.plan} == plans
-    assert any(plan.long_path for plan in plans)
+    plans = {launched(case.plan) for case in seen if isinstance(case.plan, BlockPlan)}
+    assert {launched(case.plan) for case in CASES if isinstance(case.plan, BlockPlan)} == plans
+    assert any(case.plan.l_parts == 3 for case in seen if isinstance(case.plan, BlockPlan))
+    assert any(isinstance(case.plan, StreamPlan) for case in seen)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

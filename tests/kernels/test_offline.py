@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import shutil
-from dataclasses import replace
 
 import pytest
 
 from kernels_cupy import offline
-from kernels_cupy.closed_form import VerifyPlan
 from kernels_cupy.compiler import KERNELS, SOURCE_DIR, source_text
 from kernels_cupy.offline import ARCHITECTURES, TABLE, Resources, Variant, compile_variant, variants
+from kernels_cupy.plans import BlockPlan, Problem, stream_plans
 from lab.methods.base import LayerHeads
 
 needs_compiler = pytest.mark.skipif(
@@ -54,8 +53,18 @@ def test_every_variant_compiles(arch: str) -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_hot_kernels_do_not_spill(hopper: list[Resources]) -> None:
-    """Logs of more than 32 rows serve chains of more than 32 rows only and may spill a few registers."""
-    spilling = [row for row in hopper if row.spill_store_bytes and "LOG_BLOCKS=4" not in row.variant]
+    """Logs of more than 32 rows serve chains of more than 32 rows only and may spill a few registers.
+
+    So may cuts with 16 warps in a multiprocessor, which leave a thread 128 registers: on larger trees some of them were
+    the fastest in spite of it.
+    """
+
+    def allowed(row: Resources) -> int:
+        if "LOG_BLOCKS=4" in row.variant:
+            return 1024
+        return (128 if "WARPS=16" in row.variant else 32) if row.registers == 128 else 0
+
+    spilling = [row for row in hopper if row.spill_store_bytes > allowed(row)]
     assert spilling == []
 
 
@@ -80,21 +89,27 @@ def test_resource_table_lists_the_variants() -> None:
 @needs_compiler
 @pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (16, 16), (40, 16), (64, 64)])
 def test_shared_memory_formula_is_that_of_the_source(rows: int, log_rows: int) -> None:
-    plan = VerifyPlan.choose(LayerHeads(2, 4, 128, 128, "float32"), rows, log_rows, 1)
-    two, one = (replace(plan, heads_per_cta=heads, value_shares=1) for heads in (2, 1))
+    one, two = (BlockPlan(problem(rows, log_rows), heads) for heads in (1, 2))
     per_head = two.shared_bytes - one.shared_bytes
-    common = 12 * 16 * ((plan.tiles + 1) // 2) + 8 * (16 * ((plan.tiles + 1) // 2) + 16 * plan.log_blocks)
+    columns = 16 * ((one.tiles + 1) // 2)
+    common = 12 * columns + 12 * (columns + 16 * one.problem.log_blocks)
     macros = {**one.macros, "EXPECTED_SMALL_BYTES": per_head + common}
     assert compile_variant(Variant("verify.cu", tuple(macros.items())), "sm_90")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("value_heads", [2, 4, 6, 8, 16])
-def test_plans_fit_the_multiprocessor(value_heads: int, dtype: str) -> None:
-    heads = LayerHeads(2, value_heads, 128, 128, dtype)
-    for rows in (1, 8, 16, 40, 64):
-        for batch in (1, 32, 512):
-            plan = VerifyPlan.choose(heads, rows, 16, batch)
-            assert plan.shared_bytes <= 227 * 1024
-            assert (value_heads // 2) % plan.heads_per_cta == 0
-            assert plan.ctas(heads, batch) >= batch * 2
+@needs_compiler
+@pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (4, 16), (8, 16), (16, 0), (16, 16)])
+def test_shared_memory_formula_of_streams_is_that_of_the_source(rows: int, log_rows: int) -> None:
+    plan = next(plan for plan in stream_plans(problem(rows, log_rows)) if plan.heads == 1)
+    small = plan.shared_bytes - plan.streamers * plan.warp_bytes
+    for expected, fits in ((small, True), (small + 16, False)):
+        variant = Variant("stream.cu", tuple({**plan.macros, "EXPECTED_SMALL_BYTES": expected}.items()))
+        if fits:
+            assert compile_variant(variant, "sm_90")
+        else:
+            with pytest.raises(RuntimeError, match=r"StreamPlan\.shared_bytes"):
+                compile_variant(variant, "sm_90")
+
+
+def problem(rows: int, log_rows: int) -> Problem:
+    return Problem(LayerHeads(2, 4, 128, 128, "float32"), rows, log_rows)

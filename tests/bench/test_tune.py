@@ -1,0 +1,168 @@
+"""Tuning without a GPU: which places, in which order, what is kept, and what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels_cupy.choice import candidates, modelled_plan
+from kernels_cupy.plans import Problem, VerifyPlan
+from lab.bench.points import Axes, Point, default_axes
+from lab.bench.tune import (
+    TUNED_METHODS,
+    TuneResult,
+    check_plans_target,
+    coarse_to_fine,
+    run_tuning,
+    save_plans,
+    targets,
+)
+from lab.errors import UsageError
+from lab.profiles.plans import read_plans
+
+MODEL = (("Qwen3.5-35B-A3B", 1),)
+AXES = Axes(("treelog", "bole"), MODEL, ("float32",), (1, 32, 256), ("chain:3", "chain:15", "binary:15"))
+
+
+@dataclass
+class FakeTuner:
+    """A GPU on which plans take as many microseconds as their name has letters, twice that on chains."""
+
+    largest: int = 227 * 1024
+    compiled: list[VerifyPlan] = field(default_factory=list)
+    measured: list[Point] = field(default_factory=list)
+    refuse: str = ""
+    full: int = 10**9
+
+    def candidates(self, problem: Problem) -> list[VerifyPlan]:
+        return candidates(problem, self.largest)
+
+    def safe(self, problem: Problem, batch: int) -> VerifyPlan:
+        return modelled_plan(problem, batch)
+
+    def compile(self, plans: Iterable[VerifyPlan]) -> None:
+        self.compiled += plans
+
+    def refusal(self, point: Point) -> str | None:
+        return self.refuse or None
+
+    def measure(self, point: Point, plans: Sequence[VerifyPlan]) -> dict[str, float]:
+        if point.batch >= self.full:
+            raise MemoryError
+        self.measured.append(point)
+        return {plan.name: len(plan.name) * (2.0 if point.tree.is_chain else 1.0) for plan in plans}
+
+
+@given(st.lists(st.integers(1, 600), unique=True, max_size=20).map(sorted))
+def test_coarse_to_fine_keeps_every_value_and_starts_spread_out(values: list[int]) -> None:
+    order = coarse_to_fine(values)
+    assert sorted(order) == values
+    if len(values) > 2:
+        assert set(order[:3]) == {values[0], values[(len(values) - 1) // 2], values[-1]}
+
+
+def test_the_first_places_have_every_size_and_every_type() -> None:
+    every = targets(replace(default_axes("cuda", False, TUNED_METHODS), methods=TUNED_METHODS).points())
+    sizes = {(target.place.size_class, target.place.log_bf16) for target in every}
+    first = {(target.place.size_class, target.place.log_bf16) for target in every[: len(every) // 10]}
+    assert first == sizes
+    assert len({target.place for target in every}) == len(every)
+
+
+def test_trees_of_one_size_share_a_place_and_their_mean_decides() -> None:
+    every = targets(AXES.points())
+    shared = [target for target in every if len(target.points) > 1]
+    assert {target.place.rows for target in shared} == {16}
+    assert all([point.tree_text for point in target.points] == ["chain:15", "binary:15"] for target in shared)
+    assert all(target.problem.longest_path == 16 for target in shared)
+    tuner, result = FakeTuner(), TuneResult()
+    run_tuning(tuner, shared[:1], result)
+    (row,) = result.rows.values()
+    assert row.latency_us == pytest.approx(1.5 * len(row.plan))
+    assert len(tuner.measured) == 2
+
+
+def test_methods_that_launch_alike_are_tuned_once() -> None:
+    points = replace(AXES, methods=("treelog", "deltalog"), trees=("chain:0",)).points()
+    every = targets(points)
+    assert (len(points), len(every)) == (6, 3)
+    assert {point.method for target in every for point in target.points} == {"treelog"}
+
+
+def test_serial_methods_have_nothing_to_tune() -> None:
+    with pytest.raises(UsageError, match="--tune: storeall has one way to run"):
+        targets(replace(AXES, methods=("storeall",)).points())
+
+
+def test_the_fastest_and_the_next_are_kept_after_all_was_compiled() -> None:
+    tuner, result, every = FakeTuner(), TuneResult(), targets(AXES.points())
+    run_tuning(tuner, every, result)
+    assert result.left_out == 0
+    assert list(result.rows) == [target.place for target in every]
+    for target in every:
+        row, lengths = result.rows[target.place], sorted(len(plan.name) for plan in candidates(target.problem))
+        assert [len(row.plan), len(row.runner_up)] == lengths[:2]
+        assert row.latency_us <= row.runner_up_us
+    launched = {(plan.file, *plan.macros.items()) for target in every for plan in candidates(target.problem)}
+    assert {(plan.file, *plan.macros.items()) for plan in tuner.compiled} == launched
+    assert len(tuner.compiled) == len(launched), "each variant once"
+    assert len(result.gains) == len(every)
+    assert min(result.gains) >= 1
+
+
+def test_plans_that_the_gpu_cannot_hold_are_not_timed() -> None:
+    tuner, result = FakeTuner(largest=70_000), TuneResult()
+    run_tuning(tuner, targets(AXES.points()), result)
+    assert tuner.compiled
+    assert all(plan.shared_bytes <= 70_000 for plan in tuner.compiled)
+    tuner, result = FakeTuner(largest=1), TuneResult()
+    run_tuning(tuner, targets(AXES.points()), result)
+    assert result.rows == {}
+    assert "no plan fits the shared memory" in result.skipped[0]
+
+
+def test_places_without_room_are_told_and_the_others_kept() -> None:
+    result = TuneResult()
+    run_tuning(FakeTuner(full=256), targets(AXES.points()), result)
+    assert {place.batch for place in result.rows} == {1, 32}
+    assert all("batch 256" in line and "out of memory" in line for line in result.skipped)
+    refused = TuneResult()
+    run_tuning(FakeTuner(refuse="needs 300 GiB"), targets(AXES.points()), refused)
+    assert refused.rows == {}
+    assert all("needs 300 GiB" in line for line in refused.skipped)
+
+
+def test_a_time_limit_keeps_what_is_there_and_a_second_run_does_the_rest() -> None:
+    every, result, ticks = targets(AXES.points()), TuneResult(), iter(range(1000))
+    saved: list[int] = []
+    run_tuning(FakeTuner(), every, result, time_limit_s=6, clock=lambda: next(ticks), save=lambda: saved.append(1))
+    assert 0 < len(result.rows) < len(every)
+    assert result.left_out == len(every) - len(result.rows)
+    tuner, done = FakeTuner(), len(result.rows)
+    run_tuning(tuner, every, result)
+    assert (len(result.rows), result.left_out) == (len(every), 0)
+    assert len({point.batch for point in tuner.measured}) > 0
+    assert len({(p.method, p.batch, p.tree.num_rows) for p in tuner.measured}) == len(every) - done
+
+
+def test_the_file_is_written_whole_and_is_where_a_run_starts_from(tmp_path: Path) -> None:
+    folder, result = tmp_path / "new" / "plans", TuneResult()
+    assert check_plans_target(folder, resume=False, overwrite=False) == {}
+    run_tuning(FakeTuner(), targets(AXES.points()), result)
+    save_plans(result.rows.values(), folder)
+    assert [path.name for path in folder.iterdir()] == ["plans.csv"]
+    assert set(read_plans(folder / "plans.csv").rows) == set(result.rows.values())
+    assert check_plans_target(folder, resume=True, overwrite=False) == result.rows
+    assert check_plans_target(folder, resume=False, overwrite=True) == {}
+    with pytest.raises(UsageError, match="give --resume to add what it lacks"):
+        check_plans_target(folder, resume=False, overwrite=False)
+    with pytest.raises(UsageError, match="leave --resume away to start one"):
+        check_plans_target(tmp_path, resume=True, overwrite=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="give a folder of your own"):
+        check_plans_target(tmp_path / "file", resume=False, overwrite=False)
