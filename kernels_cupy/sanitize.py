@@ -1,4 +1,4 @@
-"""Every kernel and plan on small shapes under compute-sanitizer: sessions of all methods, the copies of the bench.
+"""Every kernel and set of macros on small shapes under compute-sanitizer: sessions of all methods, the bench's copies.
 
 `python -m kernels_cupy.sanitize --record sanitizer.txt` runs the four tools side by side and writes what they found;
 without `--record` it runs the sessions alone, as a tool wants them. CuPy's memory pool is off, so that each array is an

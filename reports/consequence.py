@@ -134,14 +134,14 @@ def _paired(run: Run, other: Run, metric: str) -> str:
 
 
 def put_into(page: Path, text: str) -> None:
-    """Replace the section of that heading in a page, up to the next heading of its rank; raises `UsageError` without one."""
+    """Replace the section of that heading in a page, up to the next of its rank; raises `UsageError` without one."""
     whole = page.read_text(encoding="utf-8")
     before, found, rest = whole.partition(f"{HEADING}\n")
     if not found:
         raise UsageError(f"{page} has no heading '{HEADING}'; add it where the section shall stand")
-    after = rest.partition("\n## ")[2]
+    _, heading, after = rest.partition("\n## ")
     temporary = page.with_name(page.name + ".tmp")
-    temporary.write_text(before + text.rstrip() + "\n\n## " + after, encoding="utf-8")
+    temporary.write_text(before + text.rstrip() + "\n" + heading + after, encoding="utf-8")
     temporary.replace(page)
 
 

@@ -57,7 +57,7 @@ constexpr int WEIGHT_ELEMENTS = weight_start(BLOCKS);    // of one of L hi, L lo
 constexpr int WEIGHT_PARTS = L_PARTS + 2;
 constexpr int ONE_LOG = LOG_BLOCKS > 0 ? LOG_BLOCKS : 1; // arrays need a length
 
-// What one value head needs beside the weights. Its size is repeated in VerifyPlan.shared_bytes.
+// What one value head needs beside the weights. Its size is repeated in BlockPlan.shared_bytes.
 struct Head {
   double G[COLUMNS];        // log decay from the base, log rows first; then as a sum of two floats
   u8 up[COLUMNS];           // the row that a partial sum of G still lacks, NONE if complete

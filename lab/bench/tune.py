@@ -157,7 +157,8 @@ def _tune(tuner: Tuner, target: Target, plans: Sequence[VerifyPlan], result: Tun
 
 def mean_times(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean over the points of a place, of the plans that all of them have."""
-    return {name: sum(each[name] for each in times) / len(times) for name in times[0]}
+    common = [name for name in times[0] if all(name in each for each in times)]
+    return {name: sum(each[name] for each in times) / len(times) for name in common}
 
 
 def row_of(place: Place, times: Mapping[str, float]) -> PlanRow:

@@ -67,7 +67,11 @@ def tune(job: TuneJob) -> TuneResult:
         if folder is not None and result.rows:
             save_plans(result.rows.values(), folder)
 
-    timings = sum(len(target.points) * len(job.tuner.candidates(target.problem)) for target in wanted)
+    timings = sum(
+        len(target.points) * len(job.tuner.candidates(target.problem))
+        for target in wanted
+        if target.place not in result.rows
+    )
     typer.echo(f"tuning {len(wanted)} places on {job.device}, {timings:,} timings in all …", err=True)
     try:
         with progress_bar("tuning", "places") as progress:

@@ -91,7 +91,7 @@ class PlanTable:
         seen: set[Place] = set()
         for row in self.rows:
             if row.place in seen:
-                raise UsageError(f"{PLANS_FILE} holds a place twice: {row.place}")
+                raise UsageError(f"{PLANS_FILE} holds a place twice: {row.place}; remove one of the rows")
             seen.add(row.place)
             self._by_class.setdefault(row.place.size_class, []).append(row)
 
@@ -159,7 +159,7 @@ def read_plans(path: Path) -> PlanTable:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: {error}") from error
+        raise UsageError(f"{path} is no UTF-8 text ({error}); write it with treewy bench --tune") from error
     lines = csv.DictReader(io.StringIO(text))
     if tuple(lines.fieldnames or ()) != COLUMNS:
         raise UsageError(f"{path} has other columns than plans.csv: {', '.join(COLUMNS)}")

@@ -102,7 +102,7 @@ def test_other_columns_a_place_twice_and_no_file_are_refused(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="has other columns than"):
         read_plans(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="is not text"):
+    with pytest.raises(UsageError, match="no UTF-8 text"):
         read_plans(path)
     path.write_text(write_plans([row("a"), row("b")]))
     with pytest.raises(UsageError, match=r"plans\.csv: .*a place twice: heads 16/32 of 128, float32, batch 32, 4 rows"):

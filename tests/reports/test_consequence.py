@@ -17,14 +17,13 @@ from lab.profiles.kernels import load_profile
 from lab.profiles.rows import read_rows
 from lab.shapes import load_shape
 from lab.trees import parse_tree
-from reports.consequence import earlier_profile, main, section
+from reports.consequence import HEADING, earlier_profile, main, put_into, section
 from reports.consequence_runs import METHOD, TREES, Consequence, consequences, paired
 from simulator.replications import BASELINE
 from simulator.scenario import read_yaml, replace_fields
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "qwen3.5-35b-h200.yaml"
-HEADING = "## What the kernels bring to a service"
 SPEED_UP = 4.0
 
 
@@ -176,3 +175,14 @@ def test_the_page_of_the_kernels_holds_what_the_command_prints() -> None:
     assert number.sub("#", fresh).strip() == number.sub("#", kept).strip()
     for new, old in zip(number.findall(fresh), number.findall(kept), strict=True):
         assert float(new.replace(",", "")) == pytest.approx(float(old.replace(",", "")), rel=0.02, abs=0.011)
+
+
+@pytest.mark.parametrize("after", ["", "\n## Next\n\nmore\n"])
+def test_the_section_is_put_where_its_heading_stands(tmp_path: Path, after: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{HEADING}\n\nold words\n{after}", encoding="utf-8")
+    put_into(page, f"{HEADING}\n\nnew words\n")
+    assert page.read_text(encoding="utf-8") == f"# Page\n\n{HEADING}\n\nnew words\n{after}"
+    page.write_text("# Page\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="add it where"):
+        put_into(page, "text")
