@@ -15,6 +15,7 @@ import jinja2
 
 from lab.data import data_path
 from lab.errors import UsageError
+from lab.files import replace_text
 from reports.accuracy import TIE, TIE_TEXT
 from reports.consequence_runs import METHOD, Consequence, Run, consequences, paired
 from reports.text import latencies, number, percent, ratio, significant
@@ -140,9 +141,7 @@ def put_into(page: Path, text: str) -> None:
     if not found:
         raise UsageError(f"{page} has no heading '{HEADING}'; add it where the section shall stand")
     _, heading, after = rest.partition("\n## ")
-    temporary = page.with_name(page.name + ".tmp")
-    temporary.write_text(before + text.rstrip() + "\n" + heading + after, encoding="utf-8")
-    temporary.replace(page)
+    replace_text(page, before + text.rstrip() + "\n" + heading + after)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -21,6 +20,7 @@ import vl_convert
 import yaml
 from markupsafe import Markup
 
+from lab.files import replace_text
 from lab.methods import METHODS
 from reports.accuracy import CONFIDENCE, TIE_TEXT
 from reports.chartparts import Figure
@@ -81,10 +81,7 @@ def write_report(run_dir: Path) -> Path:
     The file appears complete or not at all. Raises `UsageError` when the directory cannot be used.
     """
     target = Path(run_dir) / "report.html"
-    text = render(load_run(Path(run_dir)))
-    partial = target.with_suffix(".html.part")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
+    replace_text(target, render(load_run(Path(run_dir))))
     return target
 
 

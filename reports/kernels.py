@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from lab.errors import UsageError
+from lab.files import replace_text
 from reports import evidence
 from reports.kernelparts import PARTS, STATES, Record
 from reports.roofline import roofline_svg, spots
@@ -50,9 +51,7 @@ def write_page(path: Path, folder: Path = evidence.H200) -> None:
     texts = {path: fill(path.read_text(encoding="utf-8"), record)}
     texts |= {path.with_name(name): svg for name, svg in pictures(record).items()}
     for target, text in texts.items():
-        temporary = target.with_name(target.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        replace_text(target, text)
 
 
 if __name__ == "__main__":

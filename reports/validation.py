@@ -21,6 +21,7 @@ import numpy as np
 import polars as pl
 
 from lab.data import read_csv
+from lab.files import replace_text
 from lab.profiles.kernels import interpolation_errors, load_profile
 from reports import evidence, replay, serving
 from reports.publishedratios import memory_bound, replay_t4
@@ -190,9 +191,7 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
         requests_per_client=REQUESTS_PER_CLIENT,
         fewest_requests=FEWEST_REQUESTS,
     )
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, page)
 
 
 if __name__ == "__main__":

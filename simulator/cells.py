@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import lab
+from lab.files import replace_text
 from lab.profiles.attention import attention_record
 from lab.profiles.digest import tables_digest
 from lab.profiles.kernels import kernels_record
@@ -57,9 +57,7 @@ def run_cell(payload: str, folder: Path, keep_steps: bool) -> None:
         "step_cost": _cost_record(cell, costs),
         "acceptance": _acceptance(cell),
     }
-    temporary = folder / "result.json.tmp"
-    temporary.write_text(json.dumps(result, allow_nan=True), encoding="utf-8")
-    os.replace(temporary, folder / "result.json")
+    replace_text(folder / "result.json", json.dumps(result, allow_nan=True))
 
 
 def load_result(folder: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lab.errors import UsageError
 from lab.methods.protocol import STATE_DTYPES
 from lab.profiles.folders import GPU_NAMES, SHIPPED, operator_tables
+from lab.profiles.tables import table_lines
 
 PLANS_FILE = "plans.csv"
 #: Upper ends of the classes of tree rows and log rows; kernels of one class are compiled nearly alike.
@@ -154,15 +155,7 @@ def _plan_cells(row: PlanRow) -> list[int | str]:
 
 def read_plans(path: Path) -> PlanTable:
     """The table in a `plans.csv`; raises `UsageError` naming file, line and field for anything else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8 text ({error}); write it with treewy bench --tune") from error
-    lines = csv.DictReader(io.StringIO(text))
-    if tuple(lines.fieldnames or ()) != COLUMNS:
-        raise UsageError(f"{path} has other columns than plans.csv: {', '.join(COLUMNS)}")
+    lines = table_lines(path, COLUMNS, PLANS_FILE)
     try:
         return PlanTable(_row(raw, f"{path}, line {lines.line_num}") for raw in lines)
     except UsageError as error:

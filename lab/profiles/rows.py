@@ -19,6 +19,7 @@ from lab.errors import UsageError
 from lab.methods import METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import STATE_DTYPES
+from lab.profiles.tables import table_lines
 from lab.trees import parse_tree
 
 PhaseName = Literal["verify", "commit", "flush", "step"]
@@ -86,15 +87,7 @@ def write_rows(rows: Iterable[KernelRow]) -> str:
 
 def read_rows(path: Path) -> tuple[KernelRow, ...]:
     """The rows of a `kernels.csv`; raises `UsageError` naming file, line and field for anything else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: {error}") from error
-    lines = csv.DictReader(io.StringIO(text))
-    if tuple(lines.fieldnames or ()) != COLUMNS:
-        raise UsageError(f"{path} has other columns than kernels.csv: {', '.join(COLUMNS)}")
+    lines = table_lines(path, COLUMNS, "kernels.csv")
     rows = tuple(_row(raw, f"{path}, line {lines.line_num}") for raw in lines)
     seen: set[tuple[Any, ...]] = set()
     for row in rows:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lab
 from lab.errors import UsageError
+from lab.files import replace_text
 from simulator.calibration.compare import Error, errors
 from simulator.calibration.constants import defaults
 from simulator.calibration.file import SCENARIO_CONSTANTS, SCHEMA_VERSION
@@ -114,9 +115,7 @@ def write_calibration(found: Calibration, path: Path) -> None:
     record["constants"] = {name: entry for name, entry in fitted.items() if name in SCENARIO_CONSTANTS}
     if "acceptance" in fitted:
         record["acceptance"] = fitted["acceptance"]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def _named(levels: Sequence[Level]) -> list[Level]:
