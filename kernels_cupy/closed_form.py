@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
 from kernels_cupy.choice import plan_here
-from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.compiler import kernel, load_cupy, shared_bytes_per_cta
 from kernels_cupy.plans import Problem, VerifyPlan
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
@@ -103,13 +103,13 @@ class Verification:
         cursors = (log.length, log.row_list) if log else (_NO_ARRAY, _NO_ARRAY)
         limits = (log.capacity, log.reserve) if log else (0, 0)
         self._kernel = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
-        self._grid = plan.grid(batch, multiprocessors())
+        self._grid = plan.grid(batch)
         self._arguments = (
             q, k, v, np.int32(row_pitch(q, "q")), np.int32(row_pitch(k, "k")), np.int32(row_pitch(v, "v")),
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias, masks, np.int32(_mask_pitch(masks)),
             layer.pool, slots, layer.u, layer.k, layer.g, np.int32(layer.record_rows), *cursors, output,
             np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
-            *map(np.int32, plan.cut(batch) + limits), np.float32(norm_eps),
+            *map(np.int32, plan.cut + limits), np.float32(norm_eps),
         )  # fmt: skip
 
     def __call__(self) -> None:

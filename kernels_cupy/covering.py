@@ -22,13 +22,13 @@ VariantKey = tuple[object, ...]
 
 def variant_of(plan: VerifyPlan) -> VariantKey:
     """What tells the launches of two plans apart, beside sizes that are arguments."""
-    return (plan.file, tuple(sorted(plan.macros.items())), plan.cut(1))
+    return (plan.file, tuple(sorted(plan.macros.items())), plan.cut)
 
 
 def traits_of(plan: StreamPlan) -> list[tuple[object, ...]]:
     """Every macro and argument of the cut, each with the sizes; in an order that is the same in every process."""
     sizes = tuple(plan.macros[name] for name in SIZES)
-    values = {**plan.macros, **{f"cut {i}": value for i, value in enumerate(plan.cut(1))}}
+    values = {**plan.macros, **{f"cut {i}": value for i, value in enumerate(plan.cut)}}
     return [(*sizes, name, value) for name, value in values.items()]
 
 

@@ -33,7 +33,7 @@ from kernels_cupy.choice import candidates
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
+from kernels_cupy.plans import BlockPlan, Problem, VerifyPlan
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
 from lab.methods import deltalog, replayssm, treelog
@@ -142,11 +142,6 @@ def uncut(trees: int, quick: bool) -> Iterator[Case]:
             yield Case(method, dtype, HK, HV, dim, rows, path, path == rows, batch)
 
 
-def few_at_a_time(plan: VerifyPlan) -> VerifyPlan:
-    """The plan, but with helpers two requests at a time, so that CTAs go on to others as they do in large batches."""
-    return replace(plan, depth=2) if isinstance(plan, StreamPlan) and plan.helpers else plan
-
-
 def shapes_of(method: str, rows: int, path: int) -> list[bool]:
     """Whether a session of this size is for chains, for trees, or there is one of each."""
     if method in DECODING:
@@ -180,7 +175,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     live = np.flatnonzero(indices >= 0)
     initial = rng.standard_normal((slots, heads.value_heads, heads.value_dim, heads.key_dim), np.float32) * 0.3
     session = SESSIONS[case.method](spec, cp.asarray(initial), indices)
-    session.plan = case.plan and few_at_a_time(case.plan)
+    session.plan = case.plan
     stored = state_bits(initial, heads.state_dtype)
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)

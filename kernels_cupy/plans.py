@@ -77,12 +77,13 @@ class VerifyPlan(ABC):
     @abstractmethod
     def ctas_per_request(self) -> int: ...
 
-    def grid(self, batch: int, multiprocessors: int) -> tuple[int, ...]:
+    def grid(self, batch: int) -> tuple[int, ...]:
         """CTAs of the launch."""
         return self.ctas_per_request, batch
 
+    @property
     @abstractmethod
-    def cut(self, batch: int) -> tuple[int, ...]:
+    def cut(self) -> tuple[int, ...]:
         """The kernel's arguments that say how the work is cut."""
 
 
@@ -150,7 +151,8 @@ class BlockPlan(VerifyPlan):
     def ctas_per_request(self) -> int:
         return self.problem.heads.value_heads // self.heads_per_cta * self.value_shares
 
-    def cut(self, batch: int) -> tuple[int, ...]:
+    @property
+    def cut(self) -> tuple[int, ...]:
         return self.heads_per_cta, self.value_shares
 
 
@@ -160,17 +162,14 @@ class StreamPlan(VerifyPlan):
 
     file = "stream.cu"
     kernel = "verify_stream"
-    streamers: int = 4
+    warps_per_cta: int = 4
     tiles_per_warp: int = 1
-    helpers: int = 0
     stages: int = 1
     resident_warps: int = 16
-    depth: int = 0  # requests at a time with helpers; 0: as many as the GPU holds
 
     @property
     def name(self) -> str:
-        helpers = f"-p{self.helpers}" if self.helpers else ""
-        return f"stream-w{self.streamers}-t{self.tiles_per_warp}{helpers}-s{self.stages}-r{self.resident_warps}"
+        return f"stream-w{self.warps}-t{self.tiles_per_warp}-s{self.stages}-r{self.resident_warps}"
 
     @property
     def groups(self) -> int:
@@ -179,20 +178,20 @@ class StreamPlan(VerifyPlan):
 
     @property
     def warps(self) -> int:
-        return self.streamers + self.helpers
+        return self.warps_per_cta
 
     @property
     def warp_bytes(self) -> int:
-        """State tiles of a warp in shared memory (bf16 rows are padded), and their parts of v and of the log's u."""
+        """A warp's own: state tiles (bf16 rows are padded), their share of v and of the log's u, fold weights."""
         head_dim = self.problem.heads.key_dim
         tile = 16 * (4 * head_dim if self.problem.state_bytes == 4 else 2 * head_dim + 16)
         side = 128 * self.groups + 16 * self.problem.log_blocks * (32 if self.problem.log_bf16 else 64)
-        return self.stages * tile + 2 * side
+        return self.stages * tile + max(self.stages, 2) * side + 80 * min(self.problem.log_blocks, 1)
 
     @property
-    def heads(self) -> int:
-        """Value heads of a CTA."""
-        return max(16 * self.streamers * self.tiles_per_warp // self.problem.heads.key_dim, 1)
+    def heads_per_cta(self) -> int:
+        """Value heads of a CTA; 1 also for a share of a head."""
+        return max(16 * self.warps * self.tiles_per_warp // self.problem.heads.key_dim, 1)
 
     @property
     def macros(self) -> dict[str, int]:
@@ -200,41 +199,37 @@ class StreamPlan(VerifyPlan):
         return {
             "GROUPS": self.groups, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
-            "WARPS": self.streamers, "HELPERS": self.helpers, "STAGES": self.stages,
-            "MIN_CTAS": max(self.resident_warps // self.warps, 1),
+            "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": max(self.resident_warps // self.warps, 1),
         }  # fmt: skip
 
     @property
     def shared_bytes(self) -> int:
-        """The layout of `stream.cu`: keys and queries, keys of the log, `Shared`, `Head` of each value head, tiles."""
+        """The layout of `stream.cu`: keys and queries, keys of the log, `Scales`, `Head` of each value head, tiles."""
         rows, head_dim = 4 * self.groups, self.problem.heads.key_dim
         log_rows = 16 * self.problem.log_blocks
-        keys = (2 * rows + log_rows) * head_dim * 2 + 12 * rows + 144
+        keys = (2 * rows + log_rows) * head_dim * 2 + 8 * rows + 64
         blocks = 6 if self.groups == 4 else self.groups
-        head = 16 * rows + 512 * blocks + 8 * rows * rows + (512 * self.groups + 80 if log_rows else 0)
-        buffers = (2 if self.helpers else 1) * (keys + self.heads * head) + (64 if self.helpers else 0)
-        return buffers + self.streamers * self.warp_bytes
+        head = 16 * rows + 512 * blocks + 8 * rows * rows + (512 * self.groups if log_rows else 0)
+        return keys + self.heads_per_cta * head + self.warps * self.warp_bytes
 
     @property
     def ctas_per_request(self) -> int:
         heads = self.problem.heads
-        return heads.value_heads * (heads.key_dim // 16) // (self.streamers * self.tiles_per_warp)
+        return heads.value_heads * (heads.key_dim // 16) // (self.warps * self.tiles_per_warp)
 
-    def cut(self, batch: int) -> tuple[int, ...]:
-        return self.problem.group, self.tiles_per_warp, batch
+    @property
+    def cut(self) -> tuple[int, ...]:
+        return self.problem.group, self.tiles_per_warp
 
     @property
     def fits(self) -> bool:
         """Whether a multiprocessor has the shared memory for as many warps as the registers are divided among."""
         return 228 * 1024 // (self.shared_bytes + 1024) >= self.macros["MIN_CTAS"]
 
-    def grid(self, batch: int, multiprocessors: int) -> tuple[int, ...]:
-        """A CTA per share of a key head and request; with helpers as many as are resident, one request after another"""
+    def grid(self, batch: int) -> tuple[int, ...]:
+        """A CTA per share of a key head and request."""
         key_heads = self.problem.heads.key_heads
-        share = self.ctas_per_request // key_heads
-        if self.helpers:
-            batch = min(batch, self.depth or max(multiprocessors * self.macros["MIN_CTAS"] // self.ctas_per_request, 1))
-        return share, key_heads, batch
+        return self.ctas_per_request // key_heads, key_heads, batch
 
 
 def block_plans(problem: Problem) -> list[BlockPlan]:
@@ -252,14 +247,11 @@ def block_plans(problem: Problem) -> list[BlockPlan]:
     ]
 
 
-#: Cuts of `stream.cu` that have won somewhere: warps and tiles per warp, then helpers, stages and resident warps.
+#: Cuts of `stream.cu` that may win: warps and tiles per warp, then stages and resident warps.
 STREAM_CUTS = (
-    (4, 4, 0, 1, 16), (4, 4, 0, 1, 12), (4, 4, 0, 2, 16), (4, 4, 0, 2, 12),
-    (4, 4, 2, 1, 12), (4, 4, 2, 2, 12), (4, 4, 2, 1, 18), (4, 4, 4, 1, 16),
-    (3, 8, 0, 1, 15), (3, 8, 0, 1, 12), (3, 8, 0, 1, 9), (3, 8, 0, 2, 12),
-    (3, 8, 2, 1, 10), (3, 8, 2, 2, 10), (3, 8, 2, 1, 15),
-    (2, 8, 0, 1, 16), (2, 4, 0, 1, 16), (4, 2, 0, 1, 16), (4, 2, 0, 1, 12), (4, 1, 0, 1, 16), (4, 1, 0, 1, 12),
-    (4, 1, 2, 1, 12), (4, 1, 4, 1, 16), (2, 1, 2, 1, 12), (2, 1, 4, 1, 12),
+    (4, 4, 1, 16), (4, 4, 1, 12), (4, 4, 2, 16), (4, 4, 2, 12),
+    (3, 8, 1, 15), (3, 8, 1, 12), (3, 8, 1, 9), (3, 8, 2, 12),
+    (2, 8, 1, 16), (2, 4, 1, 16), (4, 2, 1, 16), (4, 2, 1, 12), (4, 1, 1, 16), (4, 1, 1, 12),
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from kernels_cupy import reference, timer
 from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.covering import covering, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.gate import Case, few_at_a_time
+from kernels_cupy.gate import Case
 from kernels_cupy.gate import cases as gate_cases
 from kernels_cupy.plans import BlockPlan, StreamPlan
 from kernels_cupy.sessions import SESSIONS
@@ -63,7 +63,7 @@ def run(case: Case, rng: np.random.Generator) -> None:
     spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
-    session.plan = case.plan and few_at_a_time(case.plan)
+    session.plan = case.plan
     for _ in range(case.steps):
         parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
         if not case.chain:

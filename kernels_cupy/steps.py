@@ -245,7 +245,6 @@ class Step:
         def cut(plan: VerifyPlan | None) -> None:
             verify = verifications(log, plan)
             alone: list[Verification] = []  # made when first wanted: most cuts are timed as a step only
-            self.plan = verify[0].plan
             if log:
                 log.length[:] = cp.asarray(shape.committed() * (shape.turns() + 1))
 

@@ -107,12 +107,6 @@ DEVICE void copy_async16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-// Four bytes that no kernel writes, whose whole line will be wanted soon.
-DEVICE u32 load_line(const void* global) {
-  u32 x;
-  asm("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(global));
-  return x;
-}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
