@@ -57,7 +57,7 @@ constexpr int U_OFFSET = 32 * ROWS, SIDE_BYTES = U_OFFSET + (LOG_BLOCKS ? LOG_RO
 constexpr int FOLD_BYTES = LOG_BLOCKS ? 4 * (LOG_ROWS + 4) : 0;  // e^{G_h - G_j} / |k_j|, then e^{G_h}
 constexpr int SIDES = STAGES > 1 ? STAGES : 2;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES + SIDES * SIDE_BYTES + FOLD_BYTES;
-constexpr bool KEEP = GROUPS == 1;   // small matrices stay in registers
+constexpr bool KEEP = GROUPS == 1 && WARPS * MIN_CTAS <= 20;  // small matrices stay in registers
 constexpr bool CHAINS = GROUPS < 4;  // room for a second chain of products
 constexpr int SHARERS = 32 / ROWS;                            // lanes that share a column of T
 constexpr int SHARE = ROWS > SHARERS ? ROWS / SHARERS : 1;    // rows of C T that each of them makes
