@@ -36,7 +36,9 @@ KERNELS = {
 
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
-    *(f"src/{name}" for name in ("commit.cu", "common.cuh", "cursors.cu", "serial.cu", "stream.cu", "verify.cu")),
+    *(f"src/{name}" for name in (
+        "commit.cu", "common.cuh", "cursors.cu", "serial.cu", "stream.cu", "stream_matrices.cuh", "verify.cu",
+    )),
     "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
