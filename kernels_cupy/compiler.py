@@ -40,7 +40,7 @@ LAUNCHED = (
     "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
-TIMED = ("steps.py", "timer.py")
+TIMED = ("fill.py", "problems.py", "steps.py", "timer.py")
 #: What records of their correctness run them through and compare them with.
 PROVED = ("sessions.py", "reference.py")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from kernels_cupy.choice import candidates
 from kernels_cupy.plans import Problem, StreamPlan, VerifyPlan
@@ -23,6 +24,11 @@ VariantKey = tuple[object, ...]
 def variant_of(plan: VerifyPlan) -> VariantKey:
     """What tells the launches of two plans apart, beside sizes that are arguments."""
     return (plan.file, tuple(sorted(plan.macros.items())), plan.cut(1))
+
+
+def few_at_a_time(plan: VerifyPlan) -> VerifyPlan:
+    """The plan, but with helpers two requests at a time, so that CTAs go on to others as they do in large batches."""
+    return replace(plan, depth=2) if isinstance(plan, StreamPlan) and plan.helpers else plan
 
 
 def traits_of(plan: StreamPlan) -> list[tuple[object, ...]]:

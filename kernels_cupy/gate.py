@@ -31,12 +31,13 @@ from kernels_cupy import reference
 from kernels_cupy.arrays import state_bits
 from kernels_cupy.choice import candidates
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
-from kernels_cupy.covering import select, variant_of
+from kernels_cupy.covering import few_at_a_time, select, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
+from kernels_cupy.plans import BlockPlan, Problem, VerifyPlan
+from kernels_cupy.problems import verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
-from lab.methods import deltalog, replayssm, treelog
+from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import SessionSpec
 
@@ -60,7 +61,6 @@ SIZES = (
 )  # fmt: skip
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
-SERIAL = ("recurrent", "storeall")
 #: Plans of `stream.cu` that a case runs, at least.
 STREAM_PLANS = 2
 
@@ -80,7 +80,6 @@ class Case:
     batch: int
     plan: VerifyPlan | None = None
     steps: int = 5
-    log_rows: int = 0
 
     @property
     def heads(self) -> LayerHeads:
@@ -111,11 +110,11 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     `stream.cu` some do, and all that ship in one at least.
     """
     sessions = list(uncut(trees, quick))
-    problems = [problem_of(case) for case in sessions if case.method not in SERIAL]
+    problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]
     streams = iter(select(problems, STREAM_PLANS))
     seen: set[object] = set()
     for case in sessions:
-        if case.method in SERIAL:
+        if case.method in SERIAL_METHODS:
             yield case
         else:
             blocks = [plan for plan in candidates(problem_of(case)) if isinstance(plan, BlockPlan)]
@@ -142,11 +141,6 @@ def uncut(trees: int, quick: bool) -> Iterator[Case]:
             yield Case(method, dtype, HK, HV, dim, rows, path, path == rows, batch)
 
 
-def few_at_a_time(plan: VerifyPlan) -> VerifyPlan:
-    """The plan, but with helpers two requests at a time, so that CTAs go on to others as they do in large batches."""
-    return replace(plan, depth=2) if isinstance(plan, StreamPlan) and plan.helpers else plan
-
-
 def shapes_of(method: str, rows: int, path: int) -> list[bool]:
     """Whether a session of this size is for chains, for trees, or there is one of each."""
     if method in DECODING:
@@ -160,11 +154,7 @@ def shapes_of(method: str, rows: int, path: int) -> list[bool]:
 
 def problem_of(case: Case) -> Problem:
     """What decides how the verifications of a case of a closed-form method are cut."""
-    capacity = {
-        "bole": 0, "treewy": case.max_path, "treelog": max(treelog.LOG_ROWS, case.max_path),
-        "deltalog": deltalog.LOG_ROWS, "replayssm": max(replayssm.HISTORY_ROWS, case.rows),
-    }[case.method]  # fmt: skip
-    return Problem(case.heads, case.rows, capacity, case.method == "replayssm", case.max_path)
+    return verification_problem(case.method, case.heads, case.rows, case.max_path)
 
 
 def run(case: Case, seed: int = 0) -> dict[str, float]:
@@ -172,7 +162,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     cp = load_cupy()
     heads = case.heads
     rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])  # no two cases see the same trees
-    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
+    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain)
     slots = case.batch + 2
     indices = rng.permutation(slots)[: case.batch].astype(np.int32)
     if case.batch > 2:

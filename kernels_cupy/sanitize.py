@@ -19,9 +19,9 @@ import numpy as np
 
 from kernels_cupy import reference, timer
 from kernels_cupy.compiler import kernel_hash, load_cupy
-from kernels_cupy.covering import covering, variant_of
+from kernels_cupy.covering import covering, few_at_a_time, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.gate import Case, few_at_a_time
+from kernels_cupy.gate import Case
 from kernels_cupy.gate import cases as gate_cases
 from kernels_cupy.plans import BlockPlan, StreamPlan
 from kernels_cupy.sessions import SESSIONS
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
 def run(case: Case, rng: np.random.Generator) -> None:
     """A few steps of one session, one request of it padding, then a flush."""
     cp, heads = load_cupy(), case.heads
-    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
+    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain)
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
     session.plan = case.plan and few_at_a_time(case.plan)

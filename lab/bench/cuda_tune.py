@@ -9,10 +9,10 @@ import numpy as np
 
 from kernels_cupy import timer
 from kernels_cupy.choice import candidates, modelled_plan
-from kernels_cupy.compiler import load_cupy, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.compiler import multiprocessors, shared_bytes_per_cta
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.steps import Step
-from lab.bench.cuda_backend import CudaBackend, cycle_of, shape_of
+from lab.bench.cuda_backend import CudaBackend, cycle_of, shape_of, trim_memory
 from lab.bench.points import Point
 from lab.bench.timer import TimeLimit
 
@@ -51,7 +51,7 @@ class CudaTuner:
         finally:
             step.release()
             del step
-            load_cupy().get_default_memory_pool().free_all_blocks()
+            trim_memory()
         return times
 
 

@@ -14,10 +14,11 @@ from typing import Protocol
 
 from kernels_cupy.choice import place_of
 from kernels_cupy.plans import Problem, VerifyPlan
-from kernels_cupy.steps import LOG_METHODS
-from lab.bench.cuda_backend import SERIAL_METHODS, problem_of, shape_of
+from kernels_cupy.problems import LOG_METHODS
+from lab.bench.cuda_backend import problem_of, shape_of
 from lab.bench.points import Point
 from lab.errors import UsageError
+from lab.methods import SERIAL_METHODS
 from lab.profiles.plans import PLANS_FILE, Place, PlanRow, read_plans, write_plans
 
 #: Methods that are tuned unless a flag says otherwise: every size of tree and log that the shipped methods launch.
