@@ -91,6 +91,11 @@ def kernel_hash() -> str:
     return _hash(LAUNCHED + PROVED)
 
 
+def tuned_hash() -> str:
+    """Hash of what a table of plans was measured with: the kernels, their launchers and what times them."""
+    return _hash(LAUNCHED + TIMED)
+
+
 def source_hash() -> str:
     """Hash of every file that a measurement of the state methods depends on, the shipped tables of plans included."""
     return _hash(LAUNCHED + TIMED, {f"{gpu}/{path.name}": path for gpu, path in sorted(shipped_tables().items())})

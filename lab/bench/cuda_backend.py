@@ -41,7 +41,7 @@ CACHE_COVER = 4
 MAX_LAYERS = 512
 #: Below so many requests, steps differ in how many of them flush: a sample is then a whole cycle of the logs.
 FEW_REQUESTS = 64
-#: Device memory that stays in CuPy's pool between points: hundreds of small layers are faster taken from there.
+#: Device memory that stays in CuPy's pool between points.
 POOL_BYTES = 8 << 30
 
 
@@ -136,7 +136,7 @@ class CudaBackend:
             step.release()
         finally:
             step = None  # type: ignore[assignment]
-            trim_memory()
+            device.trim_pool(POOL_BYTES)
 
     def copy_bandwidth(self) -> float:
         return timer.copy_bandwidth()
@@ -169,10 +169,3 @@ def cycle_of(shape: Shape) -> int:
 def problem_of(point: Point) -> Problem:
     """What decides how the point's verification is cut; its method is not a serial one."""
     return verification_problem(point.method, point.heads, point.tree.num_rows, point.tree.max_depth + 1)
-
-
-def trim_memory() -> None:
-    """Give the memory that no array holds back to the device, if it is much."""
-    pool = load_cupy().get_default_memory_pool()
-    if pool.free_bytes() > POOL_BYTES:
-        pool.free_all_blocks()

@@ -179,7 +179,7 @@ def gate_session(
     for flushed in (False, True):
         if flushed:
             session.flush()
-        for request in watched:
+        for request in watched if flushed else watched[:TEMPLATES]:  # a flush folds what waits in the others' logs
             found_state = session.materialise(request)
             state_error = max(state_error, relative_error(found_state, known.final[template[request]]))
     return GateErrors(output_error, state_error)

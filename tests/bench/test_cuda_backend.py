@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels_cupy import choice
+from kernels_cupy import choice, device
 from kernels_cupy.choice import place_of
 from kernels_cupy.plans import MAX_SHARED_BYTES, VerifyPlan
 from kernels_cupy.steps import CUDA_METHODS, Shape
@@ -103,6 +103,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         return run
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
+    monkeypatch.setattr(device, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
     monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda: MAX_SHARED_BYTES)
@@ -201,8 +202,8 @@ def test_the_pool_keeps_what_small_points_need(
 ) -> None:
     calls: list[int] = []
     pool = SimpleNamespace(free_bytes=lambda: free_bytes, free_all_blocks=lambda: calls.append(1))
-    monkeypatch.setattr(cuda_backend, "load_cupy", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
-    cuda_backend.trim_memory()
+    monkeypatch.setattr(device, "load_cupy", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
+    device.trim_pool(POOL_BYTES)
     assert len(calls) == given_back
 
 

@@ -37,7 +37,7 @@ class FakeStep:
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> CudaTuner:
     monkeypatch.setattr(cuda_tune, "Step", FakeStep)
-    monkeypatch.setattr(cuda_tune, "trim_memory", lambda: None)
+    monkeypatch.setattr(cuda_tune.device, "trim_pool", lambda keep_bytes: None)
     monkeypatch.setattr(cuda_tune, "shared_bytes_per_cta", lambda: 60_000)
     monkeypatch.setattr(cuda_tune, "multiprocessors", lambda: 132)
     FakeStep.released = 0

@@ -11,7 +11,7 @@ import pytest
 from kernels_cupy.choice import choose_plan, place_of
 from kernels_cupy.covering import shipped_plans, traits_of, variant_of
 from kernels_cupy.drift import failures as drift_failures
-from kernels_cupy.gate import GROUPINGS, Case, cases, failures
+from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
 from kernels_cupy.plans import BlockPlan, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.sanitize import cases as sanitized_cases
@@ -106,6 +106,19 @@ def test_each_head_grouping_meets_200_trees_or_more(method: str, dtype: str) -> 
 def test_storeall_runs_chains_and_trees_of_odd_and_even_sizes() -> None:
     kinds = {(case.chain, case.rows % 2) for case in CASES if case.method == "storeall"}
     assert kinds == {(True, 0), (True, 1), (False, 0), (False, 1)}
+
+
+def test_large_cases_run_first_and_records_keep_the_order_of_the_cases() -> None:
+    asked: list[Case] = []
+
+    def run_all(found: list[Case]) -> list[dict[str, str]]:
+        asked.extend(found)
+        return [{"name": case.name} for case in found]
+
+    assert [entry["name"] for entry in in_order(run_all, CASES)] == [case.name for case in CASES]
+    assert asked[0].rows == 64
+    assert asked[-1].rows == 1
+    assert Counter(asked) == Counter(CASES)
 
 
 def test_an_error_that_is_no_number_is_red() -> None:
