@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -55,8 +57,26 @@ def test_operands_are_rows_of_q_k_and_v_side_by_side() -> None:
         assert x.b.flags.c_contiguous
         assert not (x.a == x.b).all()
     assert len({array.tobytes() for x in layers for array in (x.q, x.k, x.a, x.b)}) == 12
+    assert {array.dtype for x in layers for array in (x.q, x.k, x.v, x.a, x.b)} == {np.dtype(np.uint16)}
     first, second = (layers[i].q.ctypes.data for i in (0, 1))
     assert second - first == 5 * 7 * pitch, "one array for all layers"
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 3), (5, 7)])
+def test_layers_share_no_line_of_a_cache(batch: int, rows: int) -> None:
+    heads = LayerHeads(2, 8, 64, 64, "float32")
+    layers = layer_operands(np, 0, 3, batch, rows, heads)
+    for names in (("q", "k", "v"), ("a", "b"), ("A_log",), ("dt_bias",)):
+        spans = []
+        for x in layers:
+            arrays = [getattr(x, name) for name in names]
+            bounds = [np.lib.array_utils.byte_bounds(array) for array in arrays]
+            spans.append((min(low for low, _ in bounds), max(high for _, high in bounds)))
+        first = spans[0][0]
+        assert all((low - first) % fill.ALIGNED == 0 for low, _ in spans)
+        assert all(high <= low for (_, high), (low, _) in pairwise(spans))
+    assert {x.A_log.shape for x in layers} == {(8,)}
+    assert not any(x.A_log.any() or x.dt_bias.any() for x in layers)
 
 
 def test_outputs_of_layers_do_not_overlap() -> None:
