@@ -42,7 +42,7 @@ LAUNCHED = (
     "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
-TIMED = ("steps.py", "timer.py")
+TIMED = ("fill.py", "problems.py", "steps.py", "timer.py")
 #: What records of their correctness run them through and compare them with.
 PROVED = ("sessions.py", "reference.py")
 
@@ -91,6 +91,11 @@ def source_text(file: str) -> str:
 def kernel_hash() -> str:
     """Hash of the state methods' kernels, launchers and sessions: what a record of correctness holds for."""
     return _hash(LAUNCHED + PROVED)
+
+
+def tuned_hash() -> str:
+    """Hash of what a table of plans was measured with: the kernels, their launchers and what times them."""
+    return _hash(LAUNCHED + TIMED)
 
 
 def source_hash() -> str:

@@ -1,4 +1,4 @@
-"""The record of the GPU that a measurement ran on."""
+"""The record of the GPU that a measurement ran on, its clocks, and the memory that CuPy keeps of it."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ def driver() -> dict[str, str]:
         return {"driver": version.decode() if isinstance(version, bytes) else str(version)}
     except Exception:
         return {}
+
+
+def trim_pool(keep_bytes: int) -> None:
+    """Give the memory that no array holds back to the GPU if it is more than `keep_bytes`.
+
+    Memory that stays in CuPy's pool is taken from there the next time, which is faster than asking the driver.
+    """
+    pool = load_cupy().get_default_memory_pool()
+    if pool.free_bytes() > keep_bytes:
+        pool.free_all_blocks()
 
 
 def _nvml() -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.device import device_record
 from kernels_cupy.gate import dense_states, record_text, state_error
 from kernels_cupy.sessions import SESSIONS
+from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
 from lab.trees import DraftTree
@@ -39,7 +40,7 @@ LIMIT, GROWTH = 1e-5, 2.0
 #: Methods whose published record formats round more than fp32 does: shown, not judged.
 ROUNDED_RECORDS = ("replayssm",)
 #: What the others are compared with; their own growth is what fp32 does.
-PLAIN = ("recurrent", "storeall")
+PLAIN = SERIAL_METHODS
 
 
 def decaying_operands(

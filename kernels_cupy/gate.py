@@ -20,8 +20,9 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ from kernels_cupy.arrays import state_bits
 from kernels_cupy.choice import candidates
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
 from kernels_cupy.covering import select, variant_of
-from kernels_cupy.device import device_record
+from kernels_cupy.device import device_record, trim_pool
 from kernels_cupy.plans import BlockPlan, Problem, VerifyPlan
+from kernels_cupy.problems import verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab import oracle
-from lab.methods import deltalog, replayssm, treelog
+from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import SessionSpec
 
@@ -60,7 +62,8 @@ SIZES = (
 )  # fmt: skip
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
-SERIAL = ("recurrent", "storeall")
+#: Device memory that a process keeps between cases.
+POOL_BYTES = 1 << 30
 #: Plans of `stream.cu` that a case runs, at least.
 STREAM_PLANS = 2
 
@@ -80,7 +83,6 @@ class Case:
     batch: int
     plan: VerifyPlan | None = None
     steps: int = 5
-    log_rows: int = 0
 
     @property
     def heads(self) -> LayerHeads:
@@ -111,11 +113,11 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     `stream.cu` some do, and all that ship in one at least.
     """
     sessions = list(uncut(trees, quick))
-    problems = [problem_of(case) for case in sessions if case.method not in SERIAL]
+    problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]
     streams = iter(select(problems, STREAM_PLANS))
     seen: set[object] = set()
     for case in sessions:
-        if case.method in SERIAL:
+        if case.method in SERIAL_METHODS:
             yield case
         else:
             blocks = [plan for plan in candidates(problem_of(case)) if isinstance(plan, BlockPlan)]
@@ -155,11 +157,7 @@ def shapes_of(method: str, rows: int, path: int) -> list[bool]:
 
 def problem_of(case: Case) -> Problem:
     """What decides how the verifications of a case of a closed-form method are cut."""
-    capacity = {
-        "bole": 0, "treewy": case.max_path, "treelog": max(treelog.LOG_ROWS, case.max_path),
-        "deltalog": deltalog.LOG_ROWS, "replayssm": max(replayssm.HISTORY_ROWS, case.rows),
-    }[case.method]  # fmt: skip
-    return Problem(case.heads, case.rows, capacity, case.method == "replayssm", case.max_path)
+    return verification_problem(case.method, case.heads, case.rows, case.max_path)
 
 
 def run(case: Case, seed: int = 0) -> dict[str, float]:
@@ -167,7 +165,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     cp = load_cupy()
     heads = case.heads
     rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])  # no two cases see the same trees
-    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
+    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain)
     slots = case.batch + 2
     indices = rng.permutation(slots)[: case.batch].astype(np.int32)
     if case.batch > 2:
@@ -317,8 +315,15 @@ def case_record(case: Case) -> dict[str, Any]:
         failed = failures(case, worst)
     except Exception as error:  # one broken case must not hide the others
         worst, failed = {}, [f"{type(error).__name__}: {error}"]
-    load_cupy().get_default_memory_pool().free_all_blocks()
+    trim_pool(POOL_BYTES)
     return {**case.record(), "trees": case.trees, "errors": worst, "failed": failed}
+
+
+def in_order(run_all: Callable[[list[Case]], list[dict[str, Any]]], wanted: list[Case]) -> list[dict[str, Any]]:
+    """The records of the cases, run from the largest to the smallest, so that no process ends long after the others."""
+    order = sorted(range(len(wanted)), key=lambda i: -wanted[i].trees * wanted[i].rows * wanted[i].value_heads)
+    records = dict(zip(order, run_all([wanted[i] for i in order]), strict=True))
+    return [records[i] for i in range(len(wanted))]
 
 
 def summary_of(record: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -361,7 +366,7 @@ def main() -> int:
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        record = pool.map(case_record, wanted, chunksize=1)
+        record = in_order(partial(pool.map, case_record, chunksize=1), wanted)
     red = sum(bool(entry["failed"]) for entry in record)
     for entry in record:
         if entry["failed"]:

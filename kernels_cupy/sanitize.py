@@ -60,7 +60,7 @@ def cases() -> list[Case]:
 def run(case: Case, rng: np.random.Generator) -> None:
     """A few steps of one session, one request of it padding, then a flush."""
     cp, heads = load_cupy(), case.heads
-    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain, case.log_rows)
+    spec = SessionSpec(heads, case.batch, case.rows, case.max_path, case.chain)
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
     session.plan = case.plan

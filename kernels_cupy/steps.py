@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from kernels_cupy.closed_form import Fold, Layer, Log, Verification, tree_masks
 from kernels_cupy.compiler import load_cupy
+from kernels_cupy.fill import layer_operands, layer_outputs, layer_states
 from kernels_cupy.plans import VerifyPlan
+from kernels_cupy.problems import LOG_METHODS, log_limits
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.errors import UsageError
-from lab.methods import deltalog, replayssm, treelog
+from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
 from lab.trees import DraftTree
 
-#: Methods that keep a log of accepted rows.
-LOG_METHODS = ("treewy", "treelog", "deltalog", "replayssm")
-CUDA_METHODS = ("recurrent", "storeall", "bole", *LOG_METHODS)
+CUDA_METHODS = (*SERIAL_METHODS, "bole", *LOG_METHODS)
 #: Most steps of one sample.
 LONGEST_CYCLE = 48
 
@@ -49,13 +49,7 @@ class Shape:
     @property
     def log_limits(self) -> tuple[int, int]:
         """Capacity of the log and rows that a step reserves."""
-        rows, path = self.tree.num_rows, self.tree.max_depth + 1
-        return {
-            "treewy": (path, path),
-            "treelog": (max(treelog.LOG_ROWS, path), path),
-            "deltalog": (deltalog.LOG_ROWS, 1),
-            "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
-        }[self.method]
+        return log_limits(self.method, self.tree.num_rows, self.tree.max_depth + 1)
 
     def committed(self) -> NDArray[np.int32]:
         """Rows that each request commits in every step: whole numbers, `rows_committed` on average."""
@@ -102,7 +96,7 @@ class Shape:
         state = heads.state_bytes
         operands = rows * (heads.operand_bytes - 4 * heads.value_heads)  # gates are bf16 here
         fold = 2 * state + self.record_bytes(committed)
-        if self.method in ("recurrent", "storeall"):
+        if self.method in SERIAL_METHODS:
             verify, commit = float((1 + rows) * state + operands), 0.0  # a tree's parents come from the L2 cache
             if self.method == "storeall" and not self.tree.is_chain:
                 commit = 2.0 * state
@@ -146,13 +140,13 @@ class Step:
         self.slots = cp.asarray(rng.permutation(batch).astype(np.int32))
         self.masks = tree_masks(cp.asarray(tree.parent_array()))
         self.accepted = cp.asarray(accepted_rows(shape))
-        operands = [random_operands(cp, seed + i, shape) for i in range(layers)]
-        outputs = [cp.empty((batch, rows, heads.value_heads, heads.value_dim), np.uint16) for _ in range(layers)]
-        pools = [random_states(cp, seed + i, batch, heads) for i in range(layers)]
+        operands = layer_operands(cp, seed, layers, batch, rows, heads)
+        outputs = layer_outputs(cp, layers, batch, rows, heads)
+        pools = layer_states(cp, seed, layers, batch, heads)
         self._keep: list[Any] = [operands, outputs, pools]
         self.phases: dict[str, Callable[[], None]] = {}
         self.cut: Callable[[VerifyPlan | None], None] = _one_way
-        if shape.method in ("recurrent", "storeall"):
+        if shape.method in SERIAL_METHODS:
             self._serial(operands, outputs, pools)
         else:
             self._closed_form(operands, outputs, pools, plan)
@@ -279,35 +273,3 @@ def accepted_rows(shape: Shape) -> NDArray[np.int32]:
     """Accepted row of each request, as deep as the rows that it commits."""
     row_of = {depth + 1: row for row, depth in reversed(list(enumerate(shape.tree.depth)))}
     return np.array([row_of[int(rows)] for rows in shape.committed()], np.int32)
-
-
-def random_states(cp: Any, seed: int, slots: int, heads: LayerHeads) -> Any:
-    """Random dense states in their storage type; 16-bit ones have random bits around 1/8."""
-    shape = (slots, heads.value_heads, heads.value_dim, heads.key_dim)
-    bits = random_bits(cp, seed, int(np.prod(shape)))
-    if heads.state_dtype == "bfloat16":
-        return bits.reshape(shape)
-    return (bits.astype(np.uint32) << 16).view(np.float32).reshape(shape)
-
-
-def random_bits(cp: Any, seed: int, count: int) -> Any:
-    """bfloat16 numbers of random sign and mantissa with sizes from 1/8 to 1, as bits; hashed from their place."""
-    x = cp.arange(count, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(seed * 40503 + 12345)
-    x ^= x >> 15
-    x *= np.uint32(2246822519)
-    x ^= x >> 13
-    sign, rest = (x >> 16) & 0x8000, x & 0xFF
-    return (sign + 0x3E00 + (x >> 8 & 0x80) + rest % 0x80 + (x >> 17 & 0x80)).astype(np.uint16)
-
-
-def random_operands(cp: Any, seed: int, shape: Shape) -> Operands:
-    """Operands as the convolution leaves them: q, k and v packed row by row; gates bf16."""
-    heads, batch, rows = shape.heads, shape.batch, shape.tree.num_rows
-    keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
-    packed = random_bits(cp, seed + 101, batch * rows * (2 * keys + values)).reshape(batch, rows, -1)
-    q = packed[..., :keys].reshape(batch, rows, heads.key_heads, heads.key_dim)
-    k = packed[..., keys : 2 * keys].reshape(batch, rows, heads.key_heads, heads.key_dim)
-    v = packed[..., 2 * keys :].reshape(batch, rows, heads.value_heads, heads.value_dim)
-    a, b = random_bits(cp, seed + 202, 2 * batch * rows * heads.value_heads).reshape(2, batch, rows, -1)
-    A_log, dt_bias = cp.zeros(heads.value_heads, np.float32), cp.zeros(heads.value_heads, np.float32)
-    return Operands(q, k, v, a, b, A_log, dt_bias, None)

@@ -20,7 +20,7 @@ import altair as alt
 import vl_convert
 
 from lab.bench.points import Point
-from lab.methods import METHODS
+from lab.methods import METHODS, SERIAL_METHODS
 from lab.methods.logs import mean_log_rows
 from lab.profiles.rows import KernelRow
 from lab.trees import parse_tree
@@ -57,7 +57,7 @@ def step_flop(row: KernelRow) -> float:
     point = Point(row.method, row.heads, row.batch, tree, row.tree)
     n, d, committed = tree.num_rows, row.head_dim, point.rows_committed
     shared = row.key_heads / row.value_heads
-    if row.method in ("recurrent", "storeall"):
+    if row.method in SERIAL_METHODS:
         per_head: float = FLOP_PER_ROW_OF_RECURRENCE * n * d * d
     else:
         phases = METHODS[row.method].phases(row.heads, tree, committed)

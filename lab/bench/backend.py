@@ -48,7 +48,10 @@ class Backend(Protocol):
         """Largest errors that a green gate allows."""
 
     def variant(self, point: Point) -> object:
-        """What sets the kernels of this point apart from those of other batches; each variant is gated once."""
+        """What sets the kernels of this point apart from those of other batches; each variant is gated once.
+
+        The gate of a variant holds for all its batches, so it may run at another one than the point's.
+        """
 
     def gate(self, point: Point, known: Reference) -> GateErrors:
         """Errors of the point against the oracle."""

@@ -18,26 +18,30 @@ from kernels_cupy.arrays import host_floats
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.plans import Problem, VerifyPlan
-from kernels_cupy.sessions import SESSIONS
-from kernels_cupy.steps import CUDA_METHODS, LOG_METHODS, Shape, Step
+from kernels_cupy.problems import LOG_METHODS, verification_problem
+from kernels_cupy.sessions import SESSIONS, CudaSession
+from kernels_cupy.steps import CUDA_METHODS, Shape, Step
 from lab.bench.backend import Effort, PhaseTiming
 from lab.bench.points import Point
 from lab.bench.reference import GateErrors, Reference, gate_session
 from lab.bench.timer import AnyOf, MedianSpread, TimeLimit, Timing
 from lab.bf16 import to_bits
-from lab.methods.protocol import Operands
+from lab.methods import SERIAL_METHODS
+from lab.methods.protocol import Operands, SessionSpec
 from lab.profiles.rows import PHASES
 
 #: Largest relative errors: bfloat16 outputs; then what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(4e-3, 1e-5)
 ROUNDED = GateErrors(2e-2, 2e-2)
-#: Methods whose verification has one way to run.
-SERIAL_METHODS = ("recurrent", "storeall")
+#: Requests of a gate's session, whatever the point's batch: they run with the plan that the point launches.
+GATE_BATCH = 5
 #: Layers cover at least this many times the L2 cache, which does not forget in the order of use.
 CACHE_COVER = 4
 MAX_LAYERS = 512
 #: Below so many requests, steps differ in how many of them flush: a sample is then a whole cycle of the logs.
 FEW_REQUESTS = 64
+#: Device memory that stays in CuPy's pool between points.
+POOL_BYTES = 8 << 30
 
 
 class CudaBackend:
@@ -69,30 +73,31 @@ class CudaBackend:
         return None if point.method in SERIAL_METHODS else plan_here(problem_of(point), point.batch)
 
     def gate(self, point: Point, known: Reference) -> GateErrors:
-        cp = load_cupy()
+        """Errors of a session of `GATE_BATCH` requests that runs with the plan of the point's own batch."""
+        cp, plan = load_cupy(), self.variant(point)
+
+        def make(spec: SessionSpec, states: Any, slots: NDArray[np.int32]) -> CudaSession:
+            session = SESSIONS[point.method](spec, states, slots)
+            session.plan = plan
+            return session
 
         def place(operands: Operands, template: NDArray[np.int32]) -> Operands:
             index = cp.asarray(template)
             bits = {name: cp.asarray(to_bits(getattr(operands, name)))[index] for name in ("q", "k", "v", "a", "b")}
             return replace(operands, **bits)
 
-        try:
-            return gate_session(
-                SESSIONS[point.method], point.heads, point.batch, known, place=place,
-                spread=lambda states, template: cp.asarray(states)[cp.asarray(template)],
-                fetch=host_floats, put=cp.asarray,
-            )  # fmt: skip
-        finally:
-            cp.get_default_memory_pool().free_all_blocks()
+        return gate_session(
+            make, point.heads, GATE_BATCH, known, place=place,
+            spread=lambda states, template: cp.asarray(states)[cp.asarray(template)], fetch=host_floats, put=cp.asarray,
+        )  # fmt: skip
 
     def refusal(self, point: Point) -> str | None:
-        """Layers and the numbers that fill them must fit 90 % of the free memory."""
+        """Layers must fit 90 % of the free memory, that of CuPy's pool included."""
         cp = load_cupy()
         shape = shape_of(point)
         copies = 2 if point.method == "storeall" else 1
-        elements = point.batch * point.heads.value_heads * point.heads.value_dim * point.heads.key_dim
-        needed = copies * self.layers(shape) * shape.layer_bytes() + 20 * elements
-        free, _ = cp.cuda.runtime.memGetInfo()
+        needed = copies * self.layers(shape) * shape.layer_bytes()
+        free = cp.cuda.runtime.memGetInfo()[0] + cp.get_default_memory_pool().free_bytes()
         if needed > 0.9 * free:
             return (
                 f"needs {needed / 2**30:.0f} GiB, 90 % of the {free / 2**30:.0f} GiB that are free may be used; give a "
@@ -120,7 +125,7 @@ class CudaBackend:
             (MedianSpread(effort.relative_spread, effort.min_samples), TimeLimit(effort.limit_s, effort.min_samples))
         )
         try:
-            step = Step(shape, layers)
+            step = Step(shape, layers, plan=self.variant(point))  # the plan that was gated
             for phase in phases:
                 calls = cycle_of(shape) if phase == "step" else 1
                 for name in self.timers:
@@ -130,7 +135,7 @@ class CudaBackend:
             step.release()
         finally:
             step = None  # type: ignore[assignment]
-            load_cupy().get_default_memory_pool().free_all_blocks()
+            device.trim_pool(POOL_BYTES)
 
     def copy_bandwidth(self) -> float:
         return timer.copy_bandwidth()
@@ -162,6 +167,4 @@ def cycle_of(shape: Shape) -> int:
 
 def problem_of(point: Point) -> Problem:
     """What decides how the point's verification is cut; its method is not a serial one."""
-    log_rows = shape_of(point).log_limits[0] if point.method in LOG_METHODS else 0
-    path = point.tree.max_depth + 1
-    return Problem(point.heads, point.tree.num_rows, log_rows, point.method == "replayssm", path)
+    return verification_problem(point.method, point.heads, point.tree.num_rows, point.tree.max_depth + 1)

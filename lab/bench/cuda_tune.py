@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels_cupy import timer
+from kernels_cupy import device, timer
 from kernels_cupy.choice import candidates, modelled_plan
-from kernels_cupy.compiler import load_cupy, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.compiler import multiprocessors, shared_bytes_per_cta
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.steps import Step
-from lab.bench.cuda_backend import CudaBackend, cycle_of, shape_of
+from lab.bench.cuda_backend import POOL_BYTES, CudaBackend, cycle_of, shape_of
 from lab.bench.points import Point
 from lab.bench.timer import TimeLimit
 
@@ -51,7 +51,7 @@ class CudaTuner:
         finally:
             step.release()
             del step
-            load_cupy().get_default_memory_pool().free_all_blocks()
+            device.trim_pool(POOL_BYTES)
         return times
 
 

@@ -73,10 +73,15 @@ def run_bench(
             if time_limit_s is not None and clock() - start >= time_limit_s:
                 break
             result.forget(point)
-            _measure_point(
+            rows = _measure_point(
                 backend, point, references, result, gated, [p for p in phases if p in backend.phases(point)], effort,
                 bandwidth, highest,
             )  # fmt: skip
+            fresh = {row.key for row in rows}
+            if not have.isdisjoint(fresh):
+                result.rows = [row for row in result.rows if row.key not in fresh]
+            result.rows += rows
+            result.measured += bool(rows)
             result.left_out = len(todo) - done - 1
             progress(done + 1, len(todo))
             if clock() - last_save >= SAVE_EVERY_S:
@@ -97,12 +102,15 @@ def _measure_point(
     effort: Effort,
     bandwidth: float,
     highest: Mapping[str, float] | None,
-) -> None:
-    """Gate and time one point; a row above its phase's `highest` % of the copy bandwidth is red, if that is a bound."""
+) -> list[KernelRow]:
+    """The rows of one point, gated and timed; none when it is skipped.
+
+    A row above its phase's `highest` % of the copy bandwidth is red, if that is a bound.
+    """
     refusal = backend.refusal(point)
     if refusal is not None:
         result.skipped.append(f"{point}: {refusal}")
-        return
+        return []
     variant = (point.method, point.heads, point.tree, backend.variant(point))
     try:
         if variant not in gated:
@@ -119,16 +127,14 @@ def _measure_point(
             ]
     except (MemoryError, UsageError) as error:
         result.skipped.append(f"{point}: {error or 'out of memory'}")
-        return
+        return []
     for row in rows:
         if highest is not None and (row.pct_copy_bandwidth or 0) > highest[row.phase]:
             result.red.append(
                 f"{point}, {row.phase} ({row.timer}): {row.pct_copy_bandwidth:.1f} % of the copy bandwidth, of which "
                 f"this phase can reach {highest[row.phase]:.1f} %; its bytes or its time must be wrong"
             )
-    replaced = {row.key for row in rows}
-    result.rows = [row for row in result.rows if row.key not in replaced] + rows
-    result.measured += 1
+    return rows
 
 
 def _bare(backend: Backend, point: Point, phase: str, timer: str, errors: GateErrors) -> KernelRow:

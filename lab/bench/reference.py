@@ -1,7 +1,7 @@
 """The bench's gate: two requests against the oracle, repeated over a batch, until every log has been flushed.
 
-The oracle runs once per heads and tree; every method and state type is then compared with it, each variant of its
-kernels at the first batch that runs it. Request b of a batch is a copy of template b mod 2, in a state slot of its own.
+The oracle runs once per heads and tree; every method and state type is then compared with it, and every variant of its
+kernels. Request b of a batch is a copy of template b mod 2, in a state slot of its own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lab.oracle import OracleSession
 from lab.trees import DraftTree
 
 TEMPLATES = 2
-#: Runs of the oracle that are kept: a short bench goes back and forth between its trees.
-KEPT = 3
+#: Bytes of the oracle's runs that are kept: a bench with a time limit goes back and forth between heads and trees.
+#: Those of a whole profile take 1 GiB.
+KEPT_BYTES = 4 << 30
 
 
 def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
     """Euclidean norm of the difference over that of `expected`; infinite when anything found is not finite."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    if not np.isfinite(found).all():
-        return float("inf")
-    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-300))
+    expected = np.asarray(expected, np.float64)
+    error = float(np.linalg.norm(found - expected))
+    return error / max(float(np.linalg.norm(expected)), 1e-300) if np.isfinite(error) else float("inf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,12 @@ class Reference:
     accepted: tuple[NDArray[np.int32], ...]
     outputs: tuple[NDArray[np.float64], ...]
     final: NDArray[np.float64]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        operands = [getattr(x, name) for x in self.operands for name in ("q", "k", "v", "a", "b")]
+        return sum(array.nbytes for array in (self.states, self.final, *self.outputs, *operands))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,17 @@ class GateErrors:
 class References:
     """The oracle's runs for the points of a bench, in their order: made when asked for, or ahead by other processes.
 
-    Called with heads (their state type does not matter to the oracle) and a tree; the last `KEPT` runs are kept.
+    Called with heads (their state type does not matter to the oracle) and a tree. Runs are kept, the last ones if all
+    take more than `kept_bytes`.
     """
 
-    def __init__(self, points: Iterable[tuple[LayerHeads, DraftTree]] = (), processes: int = 1) -> None:
+    def __init__(
+        self,
+        points: Iterable[tuple[LayerHeads, DraftTree]] = (),
+        processes: int = 1,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self._kept_bytes = kept_bytes
         keys = dict.fromkeys(_key(*point) for point in points)
         self._pool = None
         self._ahead: dict[tuple[LayerHeads, DraftTree], Future[Reference]] = {}
@@ -89,16 +102,18 @@ class References:
 
     def __call__(self, heads: LayerHeads, tree: DraftTree) -> Reference:
         key = _key(heads, tree)
-        if key not in self._last:
+        found = self._last.pop(key, None)
+        if found is None:
             ahead = self._ahead.pop(key, None)
             try:
                 found = ahead.result() if ahead else _reference(*key)
             except BrokenProcessPool:  # a process was killed, say for its memory
                 found = _reference(*key)
-            while len(self._last) >= KEPT:
-                del self._last[next(iter(self._last))]
-            self._last[key] = found
-        return self._last[key]
+            left = self._kept_bytes - found.nbytes
+            while self._last and sum(known.nbytes for known in self._last.values()) > left:
+                del self._last[next(iter(self._last))]  # the one that was asked for the longest ago
+        self._last[key] = found
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +179,7 @@ def gate_session(
     for flushed in (False, True):
         if flushed:
             session.flush()
-        for request in watched:
+        for request in watched if flushed else watched[:TEMPLATES]:  # a flush folds what waits in the others' logs
             found_state = session.materialise(request)
             state_error = max(state_error, relative_error(found_state, known.final[template[request]]))
     return GateErrors(output_error, state_error)

@@ -1,11 +1,12 @@
 """Tuning: times every way to cut a verification at every place of the axes and keeps the fastest as `plans.csv`.
 
+`plans_device.json` beside it says on which GPU and with which kernels, so that a run that goes on adds to its own like.
 Results are not compared with the oracle here: the gate (`kernels_cupy.gate`) runs every plan of a shipped table.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Protocol
 
 from kernels_cupy.choice import place_of
+from kernels_cupy.compiler import tuned_hash
 from kernels_cupy.plans import Problem, VerifyPlan
-from kernels_cupy.steps import LOG_METHODS
-from lab.bench.cuda_backend import SERIAL_METHODS, problem_of, shape_of
+from kernels_cupy.problems import LOG_METHODS
+from lab.bench.cuda_backend import problem_of, shape_of
 from lab.bench.points import Point
 from lab.errors import UsageError
+from lab.files import replace_text
+from lab.methods import SERIAL_METHODS
 from lab.profiles.plans import PLANS_FILE, Place, PlanRow, read_plans, write_plans
 
 #: Methods that are tuned unless a flag says otherwise: every size of tree and log that the shipped methods launch.
 TUNED_METHODS = ("treelog", "bole", "deltalog", "replayssm")
+DEVICE_FILE = "plans_device.json"
 #: Seconds between two calls of `save`.
 SAVE_EVERY_S = 20.0
 
@@ -168,8 +173,16 @@ def row_of(place: Place, times: Mapping[str, float]) -> PlanRow:
     return PlanRow(place, first, times[first], second, times[second])
 
 
-def check_plans_target(folder: Path, resume: bool, overwrite: bool) -> dict[Place, PlanRow]:
-    """The rows to start from; raises `UsageError` when `folder` cannot be written or holds a table to be kept."""
+def tuning_record(device: str) -> dict[str, str]:
+    """What a table of plans holds for: the GPU, and a hash of the kernels and of what times them."""
+    return {"name": device, "kernel_hash": tuned_hash()}
+
+
+def check_plans_target(folder: Path, resume: bool, overwrite: bool, record: Mapping[str, str]) -> dict[Place, PlanRow]:
+    """The rows to start from; raises `UsageError` when `folder` cannot be written or holds a table to be kept.
+
+    With `resume` that table must have been tuned on the GPU and with the kernels of `record`.
+    """
     path = folder / PLANS_FILE
     if path.exists() and not (resume or overwrite):
         raise UsageError(
@@ -178,10 +191,13 @@ def check_plans_target(folder: Path, resume: bool, overwrite: bool) -> dict[Plac
         )
     if resume and not path.exists():
         raise UsageError(f"--resume: {folder} holds no {PLANS_FILE}; leave --resume away to start one")
-    rows = {row.place: row for row in read_plans(path).rows} if resume else {}
+    rows: dict[Place, PlanRow] = {}
+    if resume:
+        _check_same(folder, record)
+        rows = {row.place: row for row in read_plans(path).rows}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = _beside(path)
+        fresh = folder / f".{PLANS_FILE}.new"
         fresh.touch()
         fresh.unlink()
     except OSError as error:
@@ -189,18 +205,35 @@ def check_plans_target(folder: Path, resume: bool, overwrite: bool) -> dict[Plac
     return rows
 
 
-def save_plans(rows: Iterable[PlanRow], folder: Path) -> None:
-    """Write `plans.csv`; whoever looks finds the old file or the new one."""
-    path = folder / PLANS_FILE
-    fresh = _beside(path)
+def _check_same(folder: Path, record: Mapping[str, str]) -> None:
+    remedy = "give --overwrite to tune all places anew, or another folder"
+    then = _device_record(folder / DEVICE_FILE)
+    if then is None:
+        raise UsageError(
+            f"--resume: {folder / DEVICE_FILE} is missing or no record, so nothing says where {PLANS_FILE} was tuned; "
+            f"{remedy}"
+        )
+    if then.get("name") != record["name"]:
+        raise UsageError(f"--resume: {folder} was tuned on {then.get('name')}, this GPU is {record['name']}; {remedy}")
+    if then.get("kernel_hash") != record["kernel_hash"]:
+        raise UsageError(f"--resume: {folder} was tuned with other kernels, or timed by other code; {remedy}")
+
+
+def _device_record(path: Path) -> Mapping[str, object] | None:
     try:
-        fresh.write_text(write_plans(rows), encoding="utf-8")
-        os.replace(fresh, path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def save_plans(rows: Iterable[PlanRow], folder: Path, record: Mapping[str, str]) -> None:
+    """Write `plans.csv` and what it holds for; whoever looks finds the old table or the new one."""
+    device = folder / DEVICE_FILE
+    try:
+        if _device_record(device) != record:
+            device.unlink(missing_ok=True)  # it never stands beside a table of another GPU
+        replace_text(folder / PLANS_FILE, write_plans(rows))
+        replace_text(device, json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); give a folder of your own") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new-{os.getpid()}")
+        raise UsageError(f"{folder} cannot be written ({error.strerror}); give a folder of your own") from error

@@ -54,18 +54,18 @@ def run(job: TuneJob, as_json: bool) -> None:
 
 def tune(job: TuneJob) -> TuneResult:
     """Run the tuning and save it as it goes; raises `InterruptedSweepError` on Ctrl-C, after saving what there is."""
-    from lab.bench.tune import TuneResult, check_plans_target, run_tuning, save_plans, targets
+    from lab.bench.tune import TuneResult, check_plans_target, run_tuning, save_plans, targets, tuning_record
     from lab.cli.scenarios import progress_bar
     from lab.errors import InterruptedSweepError
 
     wanted, folder = targets(job.axes.points()), job.folder
-    result = TuneResult()
+    result, record = TuneResult(), tuning_record(job.device)
     if folder is not None:
-        result.rows = check_plans_target(folder, job.resume, job.overwrite)
+        result.rows = check_plans_target(folder, job.resume, job.overwrite, record)
 
     def keep() -> None:
         if folder is not None and result.rows:
-            save_plans(result.rows.values(), folder)
+            save_plans(result.rows.values(), folder, record)
 
     timings = sum(
         len(target.points) * len(job.tuner.candidates(target.problem))

@@ -14,7 +14,7 @@ from lab.methods.storeall import StoreAll
 from lab.methods.treelog import TreeLog
 from lab.methods.treewy import TreeWY
 
-__all__ = ["METHODS", "LayerHeads", "Phase", "StateMethod", "get_method"]
+__all__ = ["METHODS", "SERIAL_METHODS", "LayerHeads", "Phase", "StateMethod", "get_method"]
 
 METHODS: dict[str, StateMethod] = {
     method.name: method
@@ -30,6 +30,9 @@ METHODS: dict[str, StateMethod] = {
         TreeLog(),
     )
 }
+
+#: Methods whose verification goes from row to row: it has one way to run, and no factors.
+SERIAL_METHODS = (Recurrent.name, StoreAll.name)
 
 
 def get_method(name: str) -> StateMethod:

@@ -26,6 +26,7 @@ from lab.profiles.folders import check_gpu, find_profile
 from lab.profiles.grids import Bools, Floats, Grid, Lookup
 from lab.profiles.kernels import SCALED_FROM
 from lab.profiles.system import load_system
+from lab.profiles.tables import profile_text
 
 ROWS_FILE = "attention.csv"
 DEVICE_FILE = "attention_device.json"
@@ -243,7 +244,7 @@ def load_attention(folder: Path) -> AttentionProfile:
 
 @cache
 def _load(folder: Path, stamps: tuple[int, ...]) -> AttentionProfile:
-    texts = {name: _text(folder / name) for name in (ROWS_FILE, DEVICE_FILE)}
+    texts = {name: profile_text(folder / name) for name in (ROWS_FILE, DEVICE_FILE)}
     try:
         device = json.loads(texts[DEVICE_FILE])
     except (ValueError, RecursionError) as error:
@@ -255,12 +256,3 @@ def _load(folder: Path, stamps: tuple[int, ...]) -> AttentionProfile:
         raise UsageError(f"{folder / DEVICE_FILE}: 'block_rows' must be a list of whole numbers from 1, as [16, 32]")
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()
     return AttentionProfile(folder, device, tuple(parse_rows(texts[ROWS_FILE], folder / ROWS_FILE)), digest)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}: it is not UTF-8 text; put a copy back, or measure again") from error

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.errors import UsageError
+from lab.profiles.tables import table_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,7 @@ class AttentionRow:
 def parse_rows(text: str, path: Path) -> Iterator[AttentionRow]:
     """Rows of the text of an `attention.csv`; `UsageError` naming file, line and what is wrong."""
     columns = {field.name: {"int": int, "float": float, "str": str}[str(field.type)] for field in fields(AttentionRow)}
-    lines = csv.DictReader(io.StringIO(text))
-    if tuple(lines.fieldnames or ()) != tuple(columns):
-        raise UsageError(
-            f"{path} has other columns than {', '.join(columns)}; write it with kernels_cupy.attention_bench"
-        )
+    lines = table_lines(path, tuple(columns), "attention.csv", text)
     seen: set[tuple[Any, ...]] = set()
     for raw in lines:
         try:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels_cupy import choice
+from kernels_cupy import choice, device
 from kernels_cupy.choice import place_of
-from kernels_cupy.plans import MAX_SHARED_BYTES
+from kernels_cupy.plans import MAX_SHARED_BYTES, VerifyPlan
 from kernels_cupy.steps import CUDA_METHODS, Shape
 from lab.bench import cuda_backend
 from lab.bench.backend import Effort
-from lab.bench.cuda_backend import CudaBackend, problem_of
+from lab.bench.cuda_backend import GATE_BATCH, POOL_BYTES, CudaBackend, problem_of
 from lab.bench.points import Point
 from lab.bench.reference import References
 from lab.bf16 import from_bits, to_bits
@@ -53,8 +53,12 @@ def cases() -> list[tuple[str, str]]:
 class HostSession(SESSIONS["treelog"]):  # type: ignore[misc]
     """A CPU session that takes and returns bfloat16 bits, as a CUDA session does."""
 
+    made: list[HostSession] = []  # noqa: RUF012
+    plan: VerifyPlan | None = None
+
     def __init__(self, spec: SessionSpec, states: Any, indices: Any) -> None:
         super().__init__(spec, states, indices)
+        self.made.append(self)
 
     def verify(self, operands: Operands) -> Any:
         floats = {name: from_bits(getattr(operands, name)) for name in ("q", "k", "v", "a", "b")}
@@ -66,9 +70,11 @@ class FakeStep:
     """Layers whose phases only write down that they were launched."""
 
     made: list[tuple[Shape, int]] = []  # noqa: RUF012
+    plans: list[VerifyPlan | None] = []  # noqa: RUF012
 
-    def __init__(self, shape: Shape, layers: int) -> None:
+    def __init__(self, shape: Shape, layers: int, plan: VerifyPlan | None) -> None:
         self.made.append((shape, layers))
+        self.plans.append(plan)
         self.phases: dict[str, Callable[[], None]] = {
             name: lambda: None for name in ("verify", "commit", "flush", "step")
         }
@@ -80,7 +86,7 @@ class FakeStep:
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NumPy in place of CuPy: 50 MB of L2, 100 GB free, a timer that tells what it was given."""
-    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    pool = SimpleNamespace(free_bytes=lambda: 0)
     cuda = SimpleNamespace(
         Device=lambda: SimpleNamespace(attributes={"L2CacheSize": 50_000_000}),
         runtime=SimpleNamespace(memGetInfo=lambda: (100_000_000_000, 140_000_000_000)),
@@ -96,6 +102,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         return run
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
+    monkeypatch.setattr(device, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
     monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda: MAX_SHARED_BYTES)
@@ -104,6 +111,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda_backend.timer, "time_graph", time_with("graph"))
     monkeypatch.setattr(cuda_backend.timer, "time_eager", time_with("eager"))
     FakeStep.made.clear()
+    FakeStep.plans.clear()
     return timed
 
 
@@ -150,12 +158,52 @@ def test_phases_are_the_launches_that_the_kernels_have(fake_gpu: Any) -> None:
 
 def test_the_gate_hands_over_bits_and_compares_with_the_oracle(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "SESSIONS", {"treelog": HostSession})
-    heads = LayerHeads(1, 2, 32, 32, "float32")
-    backend, where = CudaBackend(), point("treelog", "tree", batch=5, heads=heads)
+    heads = LayerHeads(1, 2, 64, 64, "float32")
+    backend, where = CudaBackend(), point("treelog", "tree", heads=heads)
     errors = backend.gate(where, References()(heads, where.tree))
     assert errors.excess(backend.limits(where)) is None
     assert errors.state < 1e-6
     assert 1e-3 < errors.output < backend.limits(where).output, "outputs are rounded to bfloat16"
+
+
+@pytest.mark.parametrize("cut", ["stream-w4-t4-s1-r12", "stream-w4-t4-s1-r12-m"])
+def test_a_large_batch_is_gated_by_few_requests_with_the_plan_that_is_timed(
+    fake_gpu: Any, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    monkeypatch.setattr(cuda_backend, "SESSIONS", {"treelog": HostSession})
+    heads = LayerHeads(1, 4, 64, 64, "float32")
+    backend, where = CudaBackend(), point("treelog", "tree", 512, heads)
+    table = PlanTable([PlanRow(place_of(problem_of(where), 512), cut, 1, "x", 2)])
+    monkeypatch.setattr(choice, "table_of", lambda name: table)
+    HostSession.made.clear()
+    assert backend.gate(where, References()(heads, where.tree)).excess(backend.limits(where)) is None
+    (session,) = HostSession.made
+    assert session.spec.batch == GATE_BATCH
+    list(backend.measure(where, ("verify",), EFFORT))
+    (timed,) = FakeStep.plans
+    assert timed is not None
+    assert timed.name == cut
+    assert session.plan == timed
+
+
+def test_serial_methods_are_gated_without_a_plan(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "SESSIONS", {"storeall": HostSession})
+    heads = LayerHeads(1, 2, 64, 64, "float32")
+    backend, where = CudaBackend(), point("storeall", "tree", 512, heads)
+    HostSession.made.clear()
+    backend.gate(where, References()(heads, where.tree))
+    assert [(session.spec.batch, session.plan) for session in HostSession.made] == [(GATE_BATCH, None)]
+
+
+@pytest.mark.parametrize(("free_bytes", "given_back"), [(POOL_BYTES, 0), (POOL_BYTES + 1, 1)])
+def test_the_pool_keeps_what_small_points_need(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, given_back: int
+) -> None:
+    calls: list[int] = []
+    pool = SimpleNamespace(free_bytes=lambda: free_bytes, free_all_blocks=lambda: calls.append(1))
+    monkeypatch.setattr(device, "load_cupy", lambda: SimpleNamespace(get_default_memory_pool=lambda: pool))
+    device.trim_pool(POOL_BYTES)
+    assert len(calls) == given_back
 
 
 def test_a_point_larger_than_the_free_memory_is_refused(fake_gpu: Any) -> None:

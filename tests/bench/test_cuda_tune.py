@@ -36,9 +36,8 @@ class FakeStep:
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> CudaTuner:
-    freed = SimpleNamespace(free_all_blocks=lambda: None)
     monkeypatch.setattr(cuda_tune, "Step", FakeStep)
-    monkeypatch.setattr(cuda_tune, "load_cupy", lambda: SimpleNamespace(get_default_memory_pool=lambda: freed))
+    monkeypatch.setattr(cuda_tune.device, "trim_pool", lambda keep_bytes: None)
     monkeypatch.setattr(cuda_tune, "shared_bytes_per_cta", lambda: 60_000)
     monkeypatch.setattr(cuda_tune, "multiprocessors", lambda: 132)
     FakeStep.released = 0

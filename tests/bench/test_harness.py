@@ -193,6 +193,16 @@ def test_rows_that_are_there_are_not_measured_again() -> None:
     ]  # fmt: skip
 
 
+def test_a_point_that_lacks_a_phase_is_measured_anew_and_its_rows_take_the_place_of_the_old_ones() -> None:
+    first = bench(FakeBackend(), [point(batch=1), point(batch=2)], phases=("step",))
+    old = {row.batch: row for row in first.rows}
+    result = bench(FakeBackend(), [point(batch=2)], first)
+    assert [(row.phase, row.batch) for row in result.rows] == [("step", 1), ("step", 2), ("verify", 2)]
+    assert result.rows[0] is old[1]
+    assert result.rows[1] is not old[2]
+    assert result.measured == 3
+
+
 def test_progress_and_saves_are_called_while_it_runs() -> None:
     seen: list[tuple[int, int]] = []
     saves: list[int] = []

@@ -108,3 +108,16 @@ def test_runs_made_ahead_by_other_processes_are_the_same() -> None:
         for point in points:
             np.testing.assert_array_equal(ahead(*point).final, References()(*point).final)
         assert ahead(*points[-1]) is ahead(*points[-1]), "the last one is kept"
+
+
+def test_runs_are_kept_as_long_as_their_memory_allows_those_asked_for_last() -> None:
+    known, trees = References(), [DraftTree.chain(drafts) for drafts in range(6)]
+    first = [known(HEADS, tree) for tree in trees]
+    assert all(known(HEADS, tree) is run for tree, run in zip(trees, first, strict=True))
+    few = References(kept_bytes=2 * max(run.nbytes for run in first))
+    runs = [few(HEADS, tree) for tree in trees[:2]]
+    few(HEADS, trees[0])  # makes it the last
+    few(HEADS, trees[5])
+    assert few(HEADS, trees[0]) is runs[0]
+    assert few(HEADS, trees[1]) is not runs[1]
+    assert References(kept_bytes=0)(HEADS, trees[0]).nbytes > 0, "one that is too large is used all the same"

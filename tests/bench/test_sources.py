@@ -20,9 +20,10 @@ from kernels_cupy.gate import problem_of as gate_problem
 from kernels_cupy.sanitize import TOOLS
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
-from lab.bench.cuda_backend import SERIAL_METHODS, problem_of
+from lab.bench.cuda_backend import problem_of
 from lab.bench.points import default_axes
 from lab.bench.sources import source_files, source_hash, staleness
+from lab.methods import SERIAL_METHODS
 from lab.profiles.folders import SHIPPED, is_profile, read_device
 from lab.profiles.kernels import interpolation_errors, load_profile
 from lab.profiles.plans import table_of

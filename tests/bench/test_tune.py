@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernels_cupy.choice import candidates, modelled_plan
 from kernels_cupy.plans import Problem, VerifyPlan
+from lab.bench import tune
 from lab.bench.points import Axes, Point, default_axes
 from lab.bench.tune import (
     TUNED_METHODS,
@@ -21,6 +22,7 @@ from lab.bench.tune import (
     run_tuning,
     save_plans,
     targets,
+    tuning_record,
 )
 from lab.errors import UsageError
 from lab.profiles.plans import read_plans
@@ -151,18 +153,61 @@ def test_a_time_limit_keeps_what_is_there_and_a_second_run_does_the_rest() -> No
 
 
 def test_the_file_is_written_whole_and_is_where_a_run_starts_from(tmp_path: Path) -> None:
-    folder, result = tmp_path / "new" / "plans", TuneResult()
-    assert check_plans_target(folder, resume=False, overwrite=False) == {}
+    folder, result, here = tmp_path / "new" / "plans", TuneResult(), tuning_record("a GPU")
+    assert check_plans_target(folder, resume=False, overwrite=False, record=here) == {}
     run_tuning(FakeTuner(), targets(AXES.points()), result)
-    save_plans(result.rows.values(), folder)
-    assert [path.name for path in folder.iterdir()] == ["plans.csv"]
+    save_plans(result.rows.values(), folder, here)
+    assert sorted(path.name for path in folder.iterdir()) == ["plans.csv", "plans_device.json"]
     assert set(read_plans(folder / "plans.csv").rows) == set(result.rows.values())
-    assert check_plans_target(folder, resume=True, overwrite=False) == result.rows
-    assert check_plans_target(folder, resume=False, overwrite=True) == {}
+    assert check_plans_target(folder, resume=True, overwrite=False, record=here) == result.rows
+    assert check_plans_target(folder, resume=False, overwrite=True, record=here) == {}
     with pytest.raises(UsageError, match="give --resume to add what it lacks"):
-        check_plans_target(folder, resume=False, overwrite=False)
+        check_plans_target(folder, resume=False, overwrite=False, record=here)
     with pytest.raises(UsageError, match="leave --resume away to start one"):
-        check_plans_target(tmp_path, resume=True, overwrite=False)
+        check_plans_target(tmp_path, resume=True, overwrite=False, record=here)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="give a folder of your own"):
-        check_plans_target(tmp_path / "file", resume=False, overwrite=False)
+        check_plans_target(tmp_path / "file", resume=False, overwrite=False, record=here)
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (
+            '{"name": "another GPU", "kernel_hash": "x"}',
+            "was tuned on another GPU, this GPU is a GPU; give --over",
+        ),
+        ('{"name": "a GPU", "kernel_hash": "x"}', "was tuned with other kernels, or timed by other code; give --over"),
+        ("{}", "was tuned on None"),
+        ("[]", "plans_device.json is missing or no record"),
+        ("{", "plans_device.json is missing or no record"),
+        (None, "nothing says where plans.csv was tuned; give --overwrite to tune all places anew"),
+    ],
+)
+def test_a_table_of_another_gpu_or_other_kernels_is_not_added_to(tmp_path: Path, then: str | None, words: str) -> None:
+    here, result = tuning_record("a GPU"), TuneResult()
+    run_tuning(FakeTuner(), targets(AXES.points())[:1], result)
+    save_plans(result.rows.values(), tmp_path, here)
+    device = tmp_path / "plans_device.json"
+    device.unlink() if then is None else device.write_text(then)
+    with pytest.raises(UsageError, match=words):
+        check_plans_target(tmp_path, resume=True, overwrite=False, record=here)
+    assert check_plans_target(tmp_path, resume=False, overwrite=True, record=here) == {}
+    save_plans(result.rows.values(), tmp_path, here)
+    assert check_plans_target(tmp_path, resume=True, overwrite=False, record=here) == result.rows
+
+
+def test_a_save_that_fails_leaves_no_record_beside_a_table_that_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = TuneResult()
+    run_tuning(FakeTuner(), targets(AXES.points())[:1], result)
+    save_plans(result.rows.values(), tmp_path, tuning_record("another GPU"))
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tune, "replace_text", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        save_plans(result.rows.values(), tmp_path, tuning_record("a GPU"))
+    assert [path.name for path in tmp_path.iterdir()] == ["plans.csv"]

@@ -82,7 +82,9 @@ def test_the_default_methods_are_those_that_have_plans(call: Any, fake_gpu: Any)
     assert {row["batch"] for row in rows} == {8}
 
 
-def test_ctrl_c_keeps_what_is_tuned_and_resume_goes_on(call: Any, fake_gpu: Any, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_tuned_and_resume_goes_on(
+    call: Any, fake_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = (*FLAGS, "--batch", "1,8,64", "--method", "bole", "--out", str(tmp_path / "out"))
     fake_gpu.interrupt = 64
     code, _, err = call(*flags)
@@ -90,7 +92,7 @@ def test_ctrl_c_keeps_what_is_tuned_and_resume_goes_on(call: Any, fake_gpu: Any,
     assert f"2 places are kept in {tmp_path / 'out'}; continue with the same flags and --resume" in err.replace(
         "\n", ""
     )
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plans.csv"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["plans.csv", "plans_device.json"]
     assert len(read_plans(tmp_path / "out" / "plans.csv").rows) == 2
     fake_gpu.interrupt = 1
     assert call(*flags, "--resume")[0] == 0, "batch 1 is there already"
@@ -98,6 +100,10 @@ def test_ctrl_c_keeps_what_is_tuned_and_resume_goes_on(call: Any, fake_gpu: Any,
     code, _, err = call(*flags)
     assert code == 2
     assert "--overwrite to tune anew" in err
+    monkeypatch.setattr(FakeBackend, "device", lambda self: {"name": "another GPU"})
+    code, _, err = call(*flags, "--resume")
+    assert code == 2
+    assert "was tuned on a GPU, this GPU is another GPU; give --overwrite to tune" in " ".join(err.split())
 
 
 def test_an_interruption_before_the_first_place_writes_nothing(call: Any, fake_gpu: Any, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import pytest
 from kernels_cupy.choice import choose_plan, place_of
 from kernels_cupy.covering import shipped_plans, traits_of, variant_of
 from kernels_cupy.drift import failures as drift_failures
-from kernels_cupy.gate import GROUPINGS, SERIAL, Case, cases, failures
+from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
 from kernels_cupy.plans import BlockPlan, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
 from lab.bench.cuda_backend import problem_of
 from lab.bench.points import default_axes
+from lab.methods import SERIAL_METHODS
 from lab.profiles import plans as plans_module
 from lab.profiles.plans import PLANS_FILE, Place, PlanRow, PlanTable, table_of, write_plans
 
@@ -34,7 +35,7 @@ def grid_plans(table: PlanTable | None) -> set[tuple[object, ...]]:
     return {
         launched(choose_plan(problem_of(point), point.batch, table))
         for point in default_axes("cuda", False, CUDA_METHODS).points()
-        if point.method not in SERIAL
+        if point.method not in SERIAL_METHODS
     }
 
 
@@ -69,7 +70,7 @@ def test_the_gate_sees_every_value_of_every_macro_of_the_streams() -> None:
     assert seen == {
         trait
         for case in CASES
-        if case.method not in SERIAL
+        if case.method not in SERIAL_METHODS
         for plan in stream_plans(case_problem(case))
         for trait in traits_of(plan)
     }
@@ -105,6 +106,19 @@ def test_each_head_grouping_meets_200_trees_or_more(method: str, dtype: str) -> 
 def test_storeall_runs_chains_and_trees_of_odd_and_even_sizes() -> None:
     kinds = {(case.chain, case.rows % 2) for case in CASES if case.method == "storeall"}
     assert kinds == {(True, 0), (True, 1), (False, 0), (False, 1)}
+
+
+def test_large_cases_run_first_and_records_keep_the_order_of_the_cases() -> None:
+    asked: list[Case] = []
+
+    def run_all(found: list[Case]) -> list[dict[str, str]]:
+        asked.extend(found)
+        return [{"name": case.name} for case in found]
+
+    assert [entry["name"] for entry in in_order(run_all, CASES)] == [case.name for case in CASES]
+    assert asked[0].rows == 64
+    assert asked[-1].rows == 1
+    assert Counter(asked) == Counter(CASES)
 
 
 def test_an_error_that_is_no_number_is_red() -> None:
