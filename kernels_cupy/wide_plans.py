@@ -38,7 +38,7 @@ class WidePlan(VerifyPlan):
         return {
             "ROWS": self.rows, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
-            "L_PARTS": self.l_parts, "MIN_CTAS": self.resident,
+            "L_PARTS": self.l_parts, "SHARES": self.value_shares, "MIN_CTAS": self.resident,
         }  # fmt: skip
 
     @property
@@ -51,16 +51,14 @@ class WidePlan(VerifyPlan):
         """The layout of `wide.cu`: keys and queries, keys of the log, tiles, u of the log, T, L, C, weights, `Small`."""
         problem, rows, head_dim = self.problem, self.rows, self.problem.heads.key_dim
         log_rows, block = 16 * problem.log_blocks, min(rows, 32)
-        keys = head_dim // 8 * (32 * rows + 16 + (272 if log_rows else 0))
+        keys = head_dim // 8 * (32 * rows + 16)
         tile = 16 * (4 * head_dim if problem.state_bytes == 4 else 2 * head_dim + 16)
         side = log_rows * (32 if problem.log_bf16 else 64)
-        inverse = rows // block * 3 * (block // 8) * (16 * block + 32)
-        weights = (2 * self.l_parts * block * block if rows > block else 0) + 4 * block * rows
-        weights += 4 * block * block if rows > block else 0
-        log_weights = 128 * rows if log_rows else 0
-        system = log_rows + rows
-        small = 8 * rows + 8 * system + 8 * rows + 4 * system + 8 * rows + 4 * rows + 4 * system + 4 * rows + 80
-        return keys + 4 * (tile + side) + inverse + weights + log_weights + small
+        log = max(head_dim // 8 * 272, 128 * rows) if log_rows else 0
+        inverse = 6 * block * rows
+        weights = 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
+        small = (16 if rows > 32 else 12) * rows + 16 * (rows + 16) + 8 * rows + 64 + 12 * rows + 80
+        return keys + log + 4 * (tile + side) + inverse + weights + small
 
     @property
     def warps(self) -> int:
@@ -71,7 +69,11 @@ class WidePlan(VerifyPlan):
         return self.problem.heads.value_heads * self.value_shares
 
     def cut(self, batch: int) -> tuple[int, ...]:
-        return (self.value_shares,)
+        return ()
+
+    def grid(self, batch: int, multiprocessors: int) -> tuple[int, ...]:
+        """A CTA per share of a value head and request."""
+        return self.problem.group * self.value_shares, self.problem.heads.key_heads, batch
 
     @property
     def fits(self) -> bool:

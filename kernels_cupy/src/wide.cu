@@ -32,6 +32,9 @@
 #ifndef L_PARTS  // bf16 parts of L between blocks: 2, or 3 where paths are long
 #define L_PARTS 2
 #endif
+#ifndef SHARES  // CTAs that divide the value rows of a head: 1 or 2
+#define SHARES 1
+#endif
 #ifndef MIN_CTAS
 #define MIN_CTAS 2
 #endif
@@ -39,38 +42,47 @@ constexpr int THREADS = 128;
 constexpr int BLOCK = ROWS < 32 ? ROWS : 32, BLOCKS = ROWS / BLOCK, STEPS = BLOCK / 16;  // k-steps of a block
 constexpr int LOG_ROWS = LOG_BLOCKS ? 16 : 0, SYSTEM = LOG_ROWS + ROWS;                  // rows of the system
 constexpr int COLUMNS = 2 * ROWS;                                                        // keys, then queries
-constexpr int CHUNKS = DIM / 8;                                                          // of 16 bytes in a key
+constexpr int CHUNKS = DIM / 8, ROWS_AT_ONCE = THREADS / CHUNKS;  // 16-byte pieces of a key; key rows that all threads copy
+constexpr int TILES_OF_CTA = DIM / 64 / SHARES;
 
 // ---- shared memory, in bytes; *_PITCH is from one 16-byte column to the next ----
 constexpr int KEY_PITCH = COLUMNS * 16 + 16, KEY_BYTES = CHUNKS * KEY_PITCH;  // the odd 16 bytes spread the banks
 constexpr int LOG_PITCH = 16 * 16 + 16, LOG_BYTES = LOG_BLOCKS ? CHUNKS * LOG_PITCH : 0;
+constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;  // one part of [-L_log; C_log]
 // A warp's tile. fp32: rows of 16-byte pieces that change places against bank conflicts. bf16: rows padded by 16 bytes, first
 // the even ones, then the odd ones, as load_matrix4 wants them.
 constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0), STAGE_BYTES = 16 * ROW_BYTES;
 constexpr int U_PITCH = 16 * (int)sizeof(log_t), SIDE_BYTES = LOG_ROWS * U_PITCH;  // u of the log for a warp's tile
-constexpr int T_PITCH = BLOCK * 16 + 32, T_BYTES = BLOCK / 8 * T_PITCH, T_PARTS = 3;
-constexpr int SCRATCH_PITCH = BLOCK + 8;  // of L in fp32, where T will be
+constexpr int T_PITCH = BLOCK * 16, T_BYTES = BLOCK / 8 * T_PITCH, T_PARTS = 3;
+constexpr int SCRATCH_PITCH = BLOCK + 8;                                           // floats of a row of L where T will be
 static_assert(BLOCK * SCRATCH_PITCH * 4 <= T_PARTS * T_BYTES, "scratch");
-constexpr int L_BYTES = BLOCKS > 1 ? BLOCK * BLOCK * 2 : 0;                 // one part of L of the second block's rows
+constexpr int L_BYTES = BLOCKS > 1 ? BLOCK * BLOCK * 2 : 0;                        // one part of L of the second block's rows
 DEVICE constexpr int c_pitch(int block) { return (ROWS - block * BLOCK) * 16; }
-DEVICE constexpr int c_bytes(int block) { return BLOCK / 8 * c_pitch(block); }  // one part of C of a block's columns
-constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;   // one part of [-L_log; C_log]
+DEVICE constexpr int c_bytes(int block) { return BLOCK / 8 * c_pitch(block); }     // one part of C of a block's columns
 
-constexpr int LOG_AT = KEY_BYTES, STAGES_AT = LOG_AT + LOG_BYTES, SIDES_AT = STAGES_AT + 4 * STAGE_BYTES;
-constexpr int T_AT = SIDES_AT + 4 * SIDE_BYTES, L_AT = T_AT + BLOCKS * T_PARTS * T_BYTES, C_AT = L_AT + L_PARTS * L_BYTES;
-constexpr int W_AT = C_AT + 2 * (c_bytes(0) + (BLOCKS > 1 ? c_bytes(BLOCKS - 1) : 0)), SMALL_AT = W_AT + 2 * W_BYTES;
+// Weights of the log take the place of its keys: a request that sees its log does not fold it.
+constexpr int LOG_AT = KEY_BYTES, W_AT = LOG_AT, STAGES_AT = LOG_AT + (LOG_BYTES > 2 * W_BYTES ? LOG_BYTES : 2 * W_BYTES);
+constexpr int SIDES_AT = STAGES_AT + 4 * STAGE_BYTES, T_AT = SIDES_AT + 4 * SIDE_BYTES;
+constexpr int L_AT = T_AT + BLOCKS * T_PARTS * T_BYTES, C_AT = L_AT + L_PARTS * L_BYTES;
+constexpr int SMALL_AT = C_AT + 2 * (c_bytes(0) + (BLOCKS > 1 ? c_bytes(BLOCKS - 1) : 0));
 DEVICE constexpr int c_at(int block) { return C_AT + (block ? 2 * c_bytes(0) : 0); }
 
+#if ROWS > 32
+typedef u64 mask_t;
+#else
+typedef u32 mask_t;
+#endif
+
 struct Small {
-  u64 mask[ROWS];
-  float2 G[SYSTEM];           // log decay from the base as a sum of two floats, log rows first
+  mask_t mask[ROWS];
+  double g[16 + ROWS];        // log decay of each row of the system, log rows first
+  float2 G[16 + ROWS];        // its sum from the base over log 2, as a sum of two floats
   float2 in[ROWS];            // beta, beta e^G / |k|
-  float key_scale[SYSTEM];    // 1 / |k|
-  float row_factor[COLUMNS];  // beta / |k|, then DIM^-0.5 / |q|
+  float scale[COLUMNS + 16];  // 1 / |k|, DIM^-0.5 / |q|, then 1 / |k| of the log
+  float beta[ROWS];
   float out[ROWS];            // e^G DIM^-0.5 / |q|
-  float g[SYSTEM];
-  u32 place[ROWS];            // where u of a tree row starts, in bytes
-  float fold[16 + 4];         // weights of a flush, e^{G_h - G_j} / |k_j|; then e^{G_h}
+  int record[ROWS];           // record row of a tree row
+  float fold[16 + 4];         // e^{G_h - G_j} for a flush, then e^{G_h}
 };
 #ifdef EXPECTED_SHARED_BYTES
 static_assert(SMALL_AT + sizeof(Small) == EXPECTED_SHARED_BYTES, "WidePlan.shared_bytes");
@@ -101,35 +113,46 @@ DEVICE void name_results(float (&c)[SIZE]) {
 }
 DEVICE void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-#define F4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define F8 F4(0), F4(4)
-#define F16 F8, F4(8), F4(12)
-#define F32 F16, F4(16), F4(20), F4(24), F4(28)
+#define F4(x, i) x (c[i]), x (c[i + 1]), x (c[i + 2]), x (c[i + 3])
+#define F8(x) F4(x, 0), F4(x, 4)
+#define F16(x) F8(x), F4(x, 8), F4(x, 12)
+#define F32(x) F16(x), F4(x, 16), F4(x, 20), F4(x, 24), F4(x, 28)
+#define CHANGED "+f"
+#define MADE "=f"
 #define P8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define P16 P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define P32 P16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {"
-
-// c[64 x N] += a[64 x 16] b[N x 16]^T, a in registers.
-template <int HALF>
-DEVICE void multiply(float (&c)[HALF], const u32 (&a)[4], u64 b) {
+#define WGMMA(add, n) "{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {"
 #define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-  if constexpr (HALF == 8)
-    asm volatile(WGMMA(16) P8 "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;" : F8 : A_AND_B);
+
+// c[64 x N] = a[64 x 16] b[N x 16]^T, a in registers; added to what c is if ADD.
+template <bool ADD = true, int HALF>
+DEVICE void multiply(float (&c)[HALF], const u32 (&a)[4], u64 b) {
+  if constexpr (HALF == 8 && ADD)
+    asm volatile(WGMMA("1", 16) P8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}" : F8(CHANGED) : A_AND_B);
+  else if constexpr (HALF == 8)
+    asm volatile(WGMMA("0", 16) P8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}" : F8(MADE) : A_AND_B);
+  else if constexpr (ADD)
+    asm volatile(WGMMA("1", 32) P16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : F16(CHANGED) : A_AND_B);
   else
-    asm volatile(WGMMA(32) P16 "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;" : F16 : A_AND_B);
-#undef A_AND_B
+    asm volatile(WGMMA("0", 32) P16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : F16(MADE) : A_AND_B);
 }
 
-// c[64 x N] += a[64 x 16] b[N x 16]^T, both in shared memory.
-template <int HALF>
+// The same with both in shared memory.
+template <bool ADD, int HALF>
 DEVICE void multiply(float (&c)[HALF], u64 a, u64 b) {
-  if constexpr (HALF == 8)
-    asm volatile(WGMMA(16) P8 "}, %8, %9, 1, 1, 1, 0, 0;" : F8 : "l"(a), "l"(b));
+  if constexpr (HALF == 8 && ADD)
+    asm volatile(WGMMA("1", 16) P8 "}, %8, %9, p, 1, 1, 0, 0;\n}" : F8(CHANGED) : "l"(a), "l"(b));
+  else if constexpr (HALF == 8)
+    asm volatile(WGMMA("0", 16) P8 "}, %8, %9, p, 1, 1, 0, 0;\n}" : F8(MADE) : "l"(a), "l"(b));
+  else if constexpr (HALF == 16 && ADD)
+    asm volatile(WGMMA("1", 32) P16 "}, %16, %17, p, 1, 1, 0, 0;\n}" : F16(CHANGED) : "l"(a), "l"(b));
   else if constexpr (HALF == 16)
-    asm volatile(WGMMA(32) P16 "}, %16, %17, 1, 1, 1, 0, 0;" : F16 : "l"(a), "l"(b));
+    asm volatile(WGMMA("0", 32) P16 "}, %16, %17, p, 1, 1, 0, 0;\n}" : F16(MADE) : "l"(a), "l"(b));
+  else if constexpr (ADD)
+    asm volatile(WGMMA("1", 64) P32 "}, %32, %33, p, 1, 1, 0, 0;\n}" : F32(CHANGED) : "l"(a), "l"(b));
   else
-    asm volatile(WGMMA(64) P32 "}, %32, %33, 1, 1, 1, 0, 0;" : F32 : "l"(a), "l"(b));
+    asm volatile(WGMMA("0", 64) P32 "}, %32, %33, p, 1, 1, 0, 0;\n}" : F32(MADE) : "l"(a), "l"(b));
 }
 
 // 16 columns of a result from element `at` on, as a first operand in three parts.
@@ -137,6 +160,12 @@ template <int SIZE>
 DEVICE void split_columns(const float (&c)[SIZE], int at, u32 (&hi)[4], u32 (&mid)[4], u32 (&lo)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) split3(c[at + 2 * i], c[at + 2 * i + 1], hi[i], mid[i], lo[i]);
+}
+
+DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // 16 bytes, or zeros.
@@ -158,76 +187,165 @@ DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
   }
 }
 
-// |x|^2 of a row of bf16 in 16-byte columns.
+// |x|^2 of a part of a row of bf16, `COUNT` 16-byte columns.
+template <int COUNT>
 DEVICE float norm_of(const u8* row, int pitch) {
-  float sum = 0.f;
-#pragma unroll 4
-  for (int i = 0; i < CHUNKS; i++) sum += sum_of_squares(*(const uint4*)(row + i * pitch));
-  return sum;
+  float sum[2] = {};
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) sum[i & 1] += sum_of_squares(*(const uint4*)(row + i * pitch));
+  return sum[0] + sum[1];
 }
 
-// grid: (value heads x shares of their value rows, requests)
+// Sum over COUNT neighbouring lanes.
+template <int COUNT>
+DEVICE float sum_over(float x) {
+#pragma unroll
+  for (int step = COUNT / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+// T - I of every block from L, which is there as floats: [T_11, 0; T_21, T_22] of blocks of 16 rows, T_21 = -T_22 L_21 T_11.
+// Meanwhile `otherwise(first, count)` runs on `count` threads from `first` on.
+template <typename Other>
+DEVICE void make_inverses(u8* memory, int thread, Other otherwise) {
+  constexpr int MAKERS = ROWS / 16;  // warps, one for each block of 16
+  const int warp = thread >> 5, lane = thread & 31;
+  auto scratch = [&](int block) { return (float*)(memory + T_AT + block * T_PARTS * T_BYTES); };
+  if (warp < MAKERS) {  // T_11 - I and T_22 - I: a lane per column of a block of 16
+    float* L = scratch(warp * 16 / BLOCK) + warp * 16 % BLOCK * (SCRATCH_PITCH + 1);
+    const int column = lane & 15;
+    float T[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float sum = -L[i * SCRATCH_PITCH + column];
+#pragma unroll
+      for (int m = 0; m < i; m += 4) {
+        const float4 l = *(const float4*)(L + i * SCRATCH_PITCH + m);
+        sum = fmaf(-l.x, T[m], sum);
+        if (m + 1 < i) sum = fmaf(-l.y, T[m + 1], sum);
+        if (m + 2 < i) sum = fmaf(-l.z, T[m + 2], sum);
+        if (m + 3 < i) sum = fmaf(-l.w, T[m + 3], sum);
+      }
+      T[i] = sum;
+    }
+    __syncwarp();  // every lane has read L
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (lane < 16) L[i * SCRATCH_PITCH + column] = T[i];
+  }
+  if (MAKERS == 4) otherwise(0, THREADS);
+  else if (warp >= MAKERS) otherwise(32 * MAKERS, THREADS - 32 * MAKERS);
+  __syncthreads();
+  if (BLOCK == 32) {
+    // Two neighbouring columns of a row of X = L_21 T_11, then of T_21 = -T_22 X; X lies where L has nothing.
+    constexpr int TURNS = BLOCKS;
+    const int row = thread / 8, column = thread % 8 * 2;
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+#pragma unroll
+      for (int block = 0; block < TURNS; block++) {
+        float* S = scratch(block);
+        const float* left = S + (16 + row) * SCRATCH_PITCH + 16 * step;  // L_21, or T_22 - I
+        const float* right = S + 16 * step + column;                     // T_11 - I, or X
+        float2 sum = step ? *(const float2*)(right + row * SCRATCH_PITCH) : *(const float2*)(left + column);
+#pragma unroll
+        for (int m = 0; m < 16; m += 4) {
+          const float4 x = *(const float4*)(left + m);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float2 y = *(const float2*)(right + (m + i) * SCRATCH_PITCH);
+            const float w = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+            sum.x = fmaf(w, y.x, sum.x), sum.y = fmaf(w, y.y, sum.y);
+          }
+        }
+        if (step == 0) *(float2*)(S + row * SCRATCH_PITCH + 16 + column) = sum;
+        else *(float2*)(S + (16 + row) * SCRATCH_PITCH + column) = make_float2(-sum.x, -sum.y);
+      }
+      __syncthreads();
+    }
+  }
+  // To three bf16 parts, in the same place.
+  constexpr int PAIRS = ROWS * BLOCK / 2 / THREADS, CHUNKS_AT_ONCE = THREADS / (BLOCK * 4);  // of a thread; of all
+  const int row = thread % (BLOCK * 4) / 32 * 8 + lane / 4, first_chunk = thread / (BLOCK * 4);
+  float2 x[PAIRS];
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
+    const int column = chunk * 8 + lane % 4 * 2;
+    x[i] = *(const float2*)(scratch(block) + row * SCRATCH_PITCH + column);
+    if (column >= row) x[i].x = 0.f;
+    if (column + 1 >= row) x[i].y = 0.f;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
+    u8* to = memory + T_AT + block * T_PARTS * T_BYTES + chunk * T_PITCH + row * 16 + lane % 4 * 4;
+    u32 hi, mid, lo;
+    split3(x[i].x, x[i].y, hi, mid, lo);
+    *(u32*)to = hi, *(u32*)(to + T_BYTES) = mid, *(u32*)(to + 2 * T_BYTES) = lo;
+  }
+}
+
+// grid: (value heads of a key head x shares of their value rows, key heads, requests). Offsets are 32-bit numbers of bytes
+// from the start of an array, the state's apart; the host checks that they hold.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_pitch, int k_pitch,
             int v_pitch, const void* __restrict__ a, const void* __restrict__ b, int gates_bf16,
             const float* __restrict__ A_log, const float* __restrict__ dt_bias, const u64* __restrict__ masks,
             int mask_pitch, state_t* state, const int* __restrict__ slots, log_t* u_records, u16* k_records,
             float* g_records, int record_rows, const int* __restrict__ log_length, const int* __restrict__ row_list,
-            u16* __restrict__ output, int rows, int key_heads, int value_heads, int value_shares, int capacity,
-            int reserve, float norm_eps) {
-  const int request = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+            u16* __restrict__ output, int rows, int key_heads, int value_heads, int capacity, int reserve, float norm_eps) {
+  const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int g = lane >> 2, t = lane & 3;
-  const int value_head = blockIdx.x / value_shares, share = blockIdx.x % value_shares;
-  const int group = value_heads / key_heads, key_head = value_head / group;
+  const int group = gridDim.x / SHARES, share = blockIdx.x % SHARES;
+  const int value_head = key_head * group + blockIdx.x / SHARES;
 
   extern __shared__ __align__(128) u8 memory[];
   const u32 keys = shared_address(memory), log_keys = keys + LOG_AT;
   const u32 stage = keys + STAGES_AT + warp * STAGE_BYTES, side = keys + SIDES_AT + warp * SIDE_BYTES;
+  u8* own_stage = memory + STAGES_AT + warp * STAGE_BYTES;
   Small& small = *(Small*)(memory + SMALL_AT);
 
-  // ---- first wave of loads: keys and queries, cursors, gates ----
-  const i64 record_base = (i64)request * record_rows;
-  const int first_token = request * rows;
+  // ---- first wave of loads: cursors, gates, keys and queries ----
+  const u32 record_base = request * record_rows, first_token = request * rows;
   const int slot = slots[request];
   int length = 0, log_record = 0;
   if (LOG_BLOCKS) {
     length = min(log_length[request], LOG_ROWS);
     if (lane < min(record_rows, LOG_ROWS)) log_record = row_list[record_base + lane];
   }
-  constexpr int ROWS_AT_ONCE = THREADS / CHUNKS;
-  const int chunk = tid % CHUNKS;
-#pragma unroll 8
-  for (int i = 0; i < COLUMNS / ROWS_AT_ONCE; i++) {
-    const int column = tid / CHUNKS + i * ROWS_AT_ONCE, row = column % ROWS;
-    const int from = first_token + min(row, rows - 1);
-    copy_async16_or_zero(keys + chunk * KEY_PITCH + column * 16,
-                         (column < ROWS ? k + (i64)from * k_pitch : q + (i64)from * q_pitch) + key_head * DIM + chunk * 8,
-                         row < rows);
-  }
   // Threads stand for rows of the system: the log's, then the tree's.
   const int my_row = tid - LOG_ROWS;
   const bool is_tree = my_row >= 0 && my_row < rows;
-  u64 mask = 0;
+  mask_t mask = 0;
   float my_a = 0.f, my_b = 0.f, my_A = 0.f, my_bias = 0.f;
   if (is_tree) {
-    const i64 index = (i64)(first_token + my_row) * value_heads + value_head;
-    mask = masks[(i64)request * mask_pitch + my_row];
+    const u32 index = (first_token + my_row) * value_heads + value_head;
+    mask = (mask_t)masks[(u32)request * mask_pitch + my_row];
     my_a = load_gate(a, index, gates_bf16), my_b = load_gate(b, index, gates_bf16);
     my_A = A_log[value_head], my_bias = dt_bias[value_head];
   }
-  {
-    constexpr int LINES = DIM / 64;  // 128-byte lines of one value row of v
-    for (int x = tid; x < rows * LINES; x += THREADS)
-      prefetch(v + (i64)(first_token + x / LINES) * v_pitch + value_head * DIM + x % LINES * 64);
-  }
+  const int chunk = tid % CHUNKS;
+  const u32 of_key = key_head * DIM * 2 + chunk * 16;
+  auto copy_keys = [&](u32 to, const u16* x, u32 pitch) {
+    int row = tid / CHUNKS;
+    to += chunk * KEY_PITCH + row * 16;
+    u32 from = (first_token + row) * pitch + of_key;
+#pragma unroll
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++, row += ROWS_AT_ONCE, from += ROWS_AT_ONCE * pitch)
+      copy_async16_or_zero(to + i * ROWS_AT_ONCE * 16, (const u8*)x + from, row < rows);
+  };
+  copy_keys(keys, k, 2 * k_pitch);
+  copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
   if (slot < 0) return;
 
   // ---- second wave: rows of the log, the first tile ----
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
   const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
   const u32 record_bytes = value_heads * DIM * (u32)sizeof(log_t);  // u of one row
-  const int tiles = DIM / 64 / value_shares;
-  u32 value = value_head * DIM + share * (DIM / value_shares) + warp * 16;  // this warp's first value row, of all heads
+  const u32 key_bytes = key_heads * DIM * 2;
+  u32 value = value_head * DIM + share * (DIM / SHARES) + warp * 16;  // this warp's first value row, of all heads
   state_t* tile = state + ((i64)slot * value_heads * DIM + value) * DIM;
   constexpr int U_PIECES = (int)sizeof(log_t), U_COPIES = LOG_BLOCKS ? U_PIECES / 2 : 1;  // pieces of a row; copies of a lane
   u32 u_from[U_COPIES] = {};
@@ -238,7 +356,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     for (int i = 0; i < LOG_ROWS / ROWS_AT_ONCE; i++) {
       const int r = tid / CHUNKS + i * ROWS_AT_ONCE, from = __shfl_sync(0xffffffffu, log_record, r & 15);
       copy_async16_or_zero(log_keys + chunk * LOG_PITCH + r * 16,
-                           k_records + ((record_base + from) * key_heads + key_head) * DIM + chunk * 8, r < length);
+                           (const u8*)k_records + ((record_base + from) * key_bytes + of_key), r < length);
     }
     if (tid < length) log_g = g_records[(record_base + log_record) * value_heads + value_head];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
@@ -259,180 +377,194 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 #pragma unroll
     for (int i = 0; i < U_COPIES; i++) {
       const int r = (lane + 32 * i) / U_PIECES;
-      u_from[i] = (u32)(record_base + __shfl_sync(0xffffffffu, log_record, r < length ? r : 0)) * record_bytes +
+      u_from[i] = (record_base + __shfl_sync(0xffffffffu, log_record, r < length ? r : 0)) * record_bytes +
                   value * (u32)sizeof(log_t) + lane % U_PIECES * 16;
     }
   }
   copy_side();
   copy_commit();
+  {
+    constexpr int LINES = DIM / 64;  // 128-byte lines of one value row of v
+    if (tid < rows * LINES)
+      prefetch((const u8*)v + (first_token + tid / LINES) * (2 * v_pitch) + value_head * DIM * 2 + tid % LINES * 128);
+  }
 
-  // ---- gates; then, when the keys are there, decays along the paths, norms and what follows from them ----
+  // ---- gates; when the keys are there, norms and the decays along the paths ----
   const float beta = is_tree ? sigmoid(my_b) : 0.f, own_decay = is_tree ? log_decay(my_a, my_A, my_bias) : log_g;
   if (tid < SYSTEM) small.g[tid] = own_decay;
+  if (my_row >= 0 && my_row < ROWS) small.beta[my_row] = beta, small.mask[my_row] = mask, small.record[my_row] = tree_record;
+  if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + value_head] = own_decay;
   copy_wait<1>();
   publish_to_products();
   __syncthreads();
-  if (tid < SYSTEM) {
-    double G = 0.0;
-    if (LOG_BLOCKS && (my_row < 0 || !flush)) {
-      const int last = my_row < 0 ? min(tid + 1, length) : length;
-      for (int i = 0; i < last; i++) G += (double)small.g[i];
+  {
+    constexpr int SHARERS = THREADS / COLUMNS;  // threads of a row
+    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
+    const float factor = r < ROWS ? 1.f : DIM == 128 ? 0.08838834764831845f : 0.125f;
+    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + part * KEY_PITCH + r * 16, KEY_PITCH));
+    if (tid % SHARERS == 0) small.scale[r] = factor * rsqrtf(norm + norm_eps);
+  }
+  double of_log = 0.0;  // sum of the log's decays up to this lane's row, of all if the lane stands for none
+  if (LOG_BLOCKS) {
+    constexpr int SHARERS = THREADS / 16;
+    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
+    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + LOG_AT + part * LOG_PITCH + r * 16, LOG_PITCH));
+    if (tid % SHARERS == 0) small.scale[COLUMNS + r] = rsqrtf(norm + norm_eps);
+    of_log = small.g[lane & 15];
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+      const double before = __shfl_up_sync(0xffffffffu, of_log, step, 16);
+      if ((lane & 15) >= step) of_log += before;
     }
-    for (u64 left = is_tree ? mask : 0; left; left &= left - 1) G += (double)small.g[LOG_ROWS + __ffsll(left) - 1];
-    const float first = (float)G;
-    small.G[tid] = make_float2(first, (float)(G - first));
-    const u8* own = memory + (my_row < 0 ? LOG_AT + tid * 16 : my_row * 16);
-    const float key_scale = rsqrtf(norm_of(own, my_row < 0 ? LOG_PITCH : KEY_PITCH) + norm_eps);
-    small.key_scale[tid] = key_scale;
-    if (my_row >= 0) {
-      const float query_scale = (DIM == 128 ? 0.08838834764831845f : 0.125f) *
-                                rsqrtf(norm_of(memory + (ROWS + my_row) * 16, KEY_PITCH) + norm_eps);
-      const float from_base = exp_near_one(first);
-      small.mask[my_row] = mask;
-      small.in[my_row] = make_float2(beta, beta * from_base * key_scale);
-      small.row_factor[my_row] = beta * key_scale, small.row_factor[ROWS + my_row] = query_scale;
-      small.out[my_row] = from_base * query_scale;
-      small.place[my_row] = (u32)(record_base + tree_record) * record_bytes;
-      if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + value_head] = own_decay;
-    } else if (LOG_BLOCKS && flush) {
-      double whole = G;
-      for (int i = tid + 1; i < length; i++) whole += (double)small.g[i];
-      small.fold[tid] = tid < length ? __expf((float)(whole - G)) * key_scale : 0.f;
+    const double whole = __shfl_sync(0xffffffffu, of_log, 15);
+    if (my_row >= 0) of_log = flush ? 0.0 : whole;
+    else if (flush) {
+      small.fold[tid] = tid < length ? __expf((float)(whole - of_log)) : 0.f;
       if (tid == 0) small.fold[16] = exp_near_one((float)whole);
     }
   }
+  double G = of_log;
+  if (tid < SYSTEM) {
+    if (my_row >= 0) {
+      double part[4] = {};
+#pragma unroll
+      for (int i = 0; i < ROWS; i++)
+        if (mask >> i & 1) part[i % 4] += small.g[LOG_ROWS + i];
+      G += (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    const double scaled = 1.4426950408889634 * G;  // for powers of two
+    const float first = (float)scaled;
+    small.G[tid] = make_float2(first, (float)(scaled - first));
+  }
   __syncthreads();
+  if (tid < SYSTEM && my_row >= 0) {  // the barriers of the small matrices publish it
+    const float from_base = exp_near_one((float)G);
+    small.in[my_row] = make_float2(beta, beta * from_base * small.scale[my_row]);
+    small.out[my_row] = from_base * small.scale[ROWS + my_row];
+  }
 
   // ---- tiles of 64 value rows ----
-  for (int n = 0; n < tiles; n++) {
-    const u32 base = anew(keys >> 4), row_pitch = anew(2 * v_pitch), out_pitch = anew(2 * value_heads * DIM);
-    u32 values[ROWS / 8][2];
+  for (int n = 0; n < TILES_OF_CTA; n++) {
+    const u32 base = keys >> 4, v_row = anew(2 * v_pitch), out_row = anew(2 * value_heads * DIM);
     const u32 my_value = value + 2 * g;
-    {
-      const u32 v_offset = (u32)first_token * row_pitch + 2 * my_value;
-#pragma unroll
-      for (int i = 0; i < ROWS / 8; i++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int row = 8 * i + 2 * t + e;
-          values[i][e] = row < rows ? *(const u32*)((const u8*)v + (v_offset + row * row_pitch)) : 0u;
-        }
-    }
-    float u[BLOCKS][BLOCK / 2] = {}, o[BLOCKS][BLOCK / 2] = {};  // S k and S q at first; 4 numbers for 8 tree rows
+    auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9
+      const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
+      return load_u((const log_t*)(memory + SIDES_AT + warp * SIDE_BYTES + u_place(r, byte >> 4) + (byte & 15)));
+    };
+    u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];  // the tile as first operands
     copy_wait_all();
     __syncwarp();
-    {
-      u32 part[3][4];
-      float whole = 0.f;
-      auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9
-        const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
-        return load_u((const log_t*)(memory + SIDES_AT + warp * SIDE_BYTES + u_place(r, byte >> 4) + (byte & 15)));
-      };
-      if (LOG_BLOCKS && flush) {
-        whole = small.fold[16];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float2 w = *(const float2*)&small.fold[2 * t + 8 * i];
-          const float2 x = logged(2 * i), y = logged(2 * i + 1);
-          split3(w.x * x.x, w.y * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
-          split3(w.x * x.y, w.y * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
-        }
-      }
-      const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
-      u8* own_stage = memory + STAGES_AT + warp * STAGE_BYTES;
-      [[maybe_unused]] const u32 matrix = stage + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
-      u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];
+    [[maybe_unused]] const u32 matrix = stage + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
+    // Keys 2 t, 2 t + 1 (i < 2) or 2 t + 8, 2 t + 9 of k-step j, of value row 2 g (i even) or 2 g + 1.
+    [[maybe_unused]] auto two_keys = [&](int j, int i) {
+      const int piece = 4 * j + (t >> 1) + 2 * (i >> 1);
+      return *(const float2*)(own_stage + (2 * g + (i & 1)) * ROW_BYTES + (piece ^ (g & 3) << 1) * 16 + (t & 1) * 8);
+    };
+    if (!flush) {
 #pragma unroll
       for (int j = 0; j < K_STEPS; j++) {
 #if STATE_BF16
         load_matrix4(hi[j], matrix + 32 * j);
-        if (LOG_BLOCKS && flush) {
-          float left[4] = {}, right[4] = {};
-          u32 x[4];
-          load_matrix4_transposed(x, fold_keys + 2 * j * LOG_PITCH);
-#pragma unroll
-          for (int p = 2; p >= 0; p--) mma(left, part[p], x[0], x[1]), mma(right, part[p], x[2], x[3]);
-          __syncwarp();  // every lane has read these keys of the tile
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            hi[j][i] = pack_bf16(fmaf(whole, low_half(hi[j][i]), left[2 * i]), fmaf(whole, high_half(hi[j][i]), left[2 * i + 1]));
-            hi[j][2 + i] = pack_bf16(fmaf(whole, low_half(hi[j][2 + i]), right[2 * i]),
-                                     fmaf(whole, high_half(hi[j][2 + i]), right[2 * i + 1]));
-            *(u32*)(own_stage + (i * 8 + g) * ROW_BYTES + 32 * j + 4 * t) = hi[j][i];
-            *(u32*)(own_stage + (i * 8 + g) * ROW_BYTES + 32 * j + 16 + 4 * t) = hi[j][2 + i];
-          }
-        }
 #else
-        float s[8];  // value row 2 g: keys 2 t, 2 t + 1; row 2 g + 1: the same; then 8 keys on
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int piece = 4 * j + (t >> 1) + 2 * (i >> 1);
-          const float2 x = *(const float2*)(own_stage + (2 * g + (i & 1)) * ROW_BYTES + (piece ^ (g & 3) << 1) * 16 + (t & 1) * 8);
-          s[2 * i] = x.x, s[2 * i + 1] = x.y;
+          const float2 x = two_keys(j, i);
+          split2(x.x, x.y, hi[j][i], lo[j][i]);
         }
-        if (LOG_BLOCKS && flush) {
-          float left[4] = {}, right[4] = {};
-          u32 x[4];
-          load_matrix4_transposed(x, fold_keys + 2 * j * LOG_PITCH);
-#pragma unroll
-          for (int p = 2; p >= 0; p--) mma(left, part[p], x[0], x[1]), mma(right, part[p], x[2], x[3]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) s[i] = fmaf(whole, s[i], left[i]), s[4 + i] = fmaf(whole, s[4 + i], right[i]);
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = make_float2(s[2 * i], s[2 * i + 1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) split2(s[2 * i], s[2 * i + 1], hi[j][i], lo[j][i]);
 #endif
       }
-      warpgroup_begin();
-#pragma unroll
-      for (int j = 0; j < K_STEPS; j++) {
-#pragma unroll
-        for (int block = 0; block < BLOCKS; block++) {
-          const u64 of_keys = operand(base, 2 * j * KEY_PITCH + block * BLOCK * 16, KEY_PITCH);
-          const u64 of_queries = operand(base, 2 * j * KEY_PITCH + (ROWS + block * BLOCK) * 16, KEY_PITCH);
-          multiply(u[block], hi[j], of_keys);
-          multiply(o[block], hi[j], of_queries);
-          if (!STATE_BF16) multiply(u[block], lo[STATE_BF16 ? 0 : j], of_keys);
-          if (!STATE_BF16) multiply(o[block], lo[STATE_BF16 ? 0 : j], of_queries);
-        }
-      }
-      warpgroup_commit();
-#if STATE_BF16
-      if (LOG_BLOCKS && flush) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < DIM / 16; i++) {
-          constexpr int PIECES = DIM / 8;
-          const int row = (32 * i + lane) / PIECES, piece = (32 * i + lane) % PIECES;
-          *(uint4*)(tile + row * DIM + piece * 8) =
-              *(const uint4*)(own_stage + ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16);
-        }
-      }
-#endif
-    }
-    u32 log_hi[4], log_mid[4], log_lo[4];
-    if (sees_log) {
+    } else {
+      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
+      u32 part[3][4];
+      const float whole = small.fold[16];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int byte = 2 * g * (int)sizeof(log_t);
-        float2 x[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++)
-          x[e] = load_u((const log_t*)(memory + SIDES_AT + warp * SIDE_BYTES + u_place(2 * t + e + 8 * i, byte >> 4) + (byte & 15)));
-        split3(x[0].x, x[1].x, log_hi[2 * i], log_mid[2 * i], log_lo[2 * i]);
-        split3(x[0].y, x[1].y, log_hi[2 * i + 1], log_mid[2 * i + 1], log_lo[2 * i + 1]);
+        const int r = 2 * t + 8 * i;
+        const float wx = small.fold[r] * small.scale[COLUMNS + r], wy = small.fold[r + 1] * small.scale[COLUMNS + r + 1];
+        const float2 x = logged(2 * i), y = logged(2 * i + 1);
+        split3(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
+        split3(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
+      const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
+#pragma unroll
+      for (int j = 0; j < K_STEPS; j++) {
+        float2 s[4];
+#if STATE_BF16
+        load_matrix4(hi[j], matrix + 32 * j);
+#endif
+        float left[4] = {}, right[4] = {};
+        u32 x[4];
+        load_matrix4_transposed(x, fold_keys + 2 * j * LOG_PITCH);
+#pragma unroll
+        for (int p = 2; p >= 0; p--) {
+          mma_in_order(left, part[p], x[0], x[1]);
+          mma_in_order(right, part[p], x[2], x[3]);
+        }
+#if STATE_BF16
+        __syncwarp();  // every lane has read these keys of the tile
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float* more = (i < 2 ? left : right) + 2 * (i & 1);
+#if STATE_BF16
+          s[i] = make_float2(low_half(hi[j][i]), high_half(hi[j][i]));
+#else
+          s[i] = two_keys(j, i);
+#endif
+          s[i] = make_float2(fmaf(whole, s[i].x, more[0]), fmaf(whole, s[i].y, more[1]));
+#if STATE_BF16
+          hi[j][i] = pack_bf16(s[i].x, s[i].y);
+          *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
+#else
+          *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = s[i];
+          split2(s[i].x, s[i].y, hi[j][i], lo[j][i]);
+#endif
+        }
+      }
+#if STATE_BF16
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < DIM / 16; i++) {
+        const int row = (32 * i + lane) / CHUNKS, piece = (32 * i + lane) % CHUNKS;
+        *(uint4*)(tile + row * DIM + piece * 8) =
+            *(const uint4*)(own_stage + ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16);
+      }
+#endif
     }
     tile += 64 * DIM;
-    __syncwarp();  // every lane has read the tile and u of the log
-    if (n + 1 < tiles) {
-      copy_tile(stage, tile, lane);
-      copy_side();
-      copy_commit();
+    __syncwarp();  // every lane has read the tile
+    if (n + 1 < TILES_OF_CTA) copy_tile(stage, tile, lane);
+    u32 values[ROWS / 8][2];
+    {
+      const u8* from = (const u8*)v + (first_token + 2 * t) * v_row + 2 * my_value;
+#pragma unroll
+      for (int i = 0; i < ROWS / 8; i++, from += 8 * (u64)v_row)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          values[i][e] = 0;
+          if (8 * i + 2 * t + e < rows) values[i][e] = *(const u32*)(from + e * v_row);
+        }
     }
+    float u[BLOCKS][BLOCK / 2], o[BLOCKS][BLOCK / 2];  // S k and S q at first; 4 numbers for 8 tree rows
+    warpgroup_begin();
+#pragma unroll
+    for (int j = 0; j < K_STEPS; j++) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) {
+        const u64 of_keys = operand(base, 2 * j * KEY_PITCH + block * BLOCK * 16, KEY_PITCH);
+        const u64 of_queries = operand(base, 2 * j * KEY_PITCH + (ROWS + block * BLOCK) * 16, KEY_PITCH);
+        if (j == 0) {
+          multiply<false>(u[block], hi[0], of_keys);
+          multiply<false>(o[block], hi[0], of_queries);
+        } else {
+          multiply(u[block], hi[j], of_keys);
+          multiply(o[block], hi[j], of_queries);
+        }
+        if (!STATE_BF16) multiply(u[block], lo[STATE_BF16 ? 0 : j], of_keys);
+        if (!STATE_BF16) multiply(o[block], lo[STATE_BF16 ? 0 : j], of_queries);
+      }
+    }
+    warpgroup_commit();
     auto wait = [&] {
       warpgroup_wait();
 #pragma unroll
@@ -443,114 +575,119 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     if (n == 0) {
       // ---- small matrices: Grams of [keys; queries] with the keys of the log and of the tree ----
       const u32 thread = anew(tid), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll 1
-      for (int first = 0; first < COLUMNS; first += 64) {
-        float gram[ROWS / 2] = {}, log_gram[8] = {};
-        warpgroup_begin();
+      constexpr bool BOTH = ROWS == 64;  // a warp has keys and queries of its 16 rows, else one of them
+      float gram[BOTH ? 2 : 1][ROWS / 2], log_gram[BOTH ? 2 : 1][8];
+      warpgroup_begin();
 #pragma unroll
-        for (int j = 0; j < K_STEPS; j++) {
-          const u64 x = operand(base + first, 2 * j * KEY_PITCH, KEY_PITCH);
-          multiply(gram, x, operand(base, 2 * j * KEY_PITCH, KEY_PITCH));
-          if (LOG_BLOCKS) multiply(log_gram, x, operand(base, LOG_AT + 2 * j * LOG_PITCH, LOG_PITCH));
+      for (int j = 0; j < K_STEPS; j++)
+#pragma unroll
+        for (int kind = 0; kind < (BOTH ? 2 : 1); kind++) {
+          const u64 x = operand(base, 2 * j * KEY_PITCH + kind * ROWS * 16, KEY_PITCH);
+          const u64 of_tree = operand(base, 2 * j * KEY_PITCH, KEY_PITCH);
+          const u64 of_log = operand(base, LOG_AT + 2 * j * LOG_PITCH, LOG_PITCH);
+          if (j == 0) multiply<false>(gram[kind], x, of_tree);
+          else multiply<true>(gram[kind], x, of_tree);
+          if (LOG_BLOCKS && j == 0) multiply<false>(log_gram[kind], x, of_log);
+          else if (LOG_BLOCKS) multiply<true>(log_gram[kind], x, of_log);
         }
-        warpgroup_commit();
-        warpgroup_wait();
-        name_results(gram);
-        name_results(log_gram);
-        const int place = first + warp * 16;  // the warp's first row, of keys and queries
-        if (place >= COLUMNS) continue;
-        const bool is_query = place >= ROWS;
+      warpgroup_commit();
+      warpgroup_wait();
+#pragma unroll
+      for (int kind = 0; kind < (BOTH ? 2 : 1); kind++) {
+        name_results(gram[kind]);
+        if (LOG_BLOCKS) name_results(log_gram[kind]);
+      }
+      if (LOG_BLOCKS) __syncthreads();  // the weights of the log take the place of its keys
+      const int first_row = warp * 16 % ROWS;
+      const bool is_query = warp * 16 >= ROWS;
+      if (BOTH || warp * 16 < COLUMNS) {
+        float2 row_G[2];
+        float factor[2][2];  // beta / |k| and DIM^-0.5 / |q|
+        mask_t seen[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const int row = place % ROWS + g + 8 * e;
-          const float factor = small.row_factor[place + g + 8 * e];
-          const float2 G = small.G[LOG_ROWS + row];
-          const u64 seen = small.mask[row];
-          auto decayed = [&](int column) {  // of the system
-            const float2 other = small.G[column];
-            return factor * small.key_scale[column] * __expf(fminf((G.x - other.x) + (G.y - other.y), 0.f));
-          };
-          if (LOG_BLOCKS && sees_log) {
+          const int row = first_row + g + 8 * e;
+          row_G[e] = small.G[LOG_ROWS + row];
+          factor[e][0] = small.beta[row] * small.scale[row], factor[e][1] = small.scale[ROWS + row];
+          seen[e] = small.mask[row] >> (2 * t);
+        }
+        // Decays from two columns of the system to two rows, over the columns' |k|; without meaning where a row does not see
+        // a column.
+        auto decayed = [&](int column, int scale, float (&w)[2][2]) {
+          const float4 G = *(const float4*)&small.G[column];
+          const float2 key = *(const float2*)&small.scale[scale];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int column = 8 * half + 2 * t;
-              const float sign = is_query ? 1.f : -1.f;
-              u32 hi, lo;
-              split2(sign * decayed(column) * log_gram[4 * half + 2 * e],
-                     sign * decayed(column + 1) * log_gram[4 * half + 2 * e + 1], hi, lo);
-              u8* to = memory + W_AT + half * W_PITCH + (place + g + 8 * e) * 16 + 4 * t;
-              *(u32*)to = hi, *(u32*)(to + W_BYTES) = lo;
-            }
+          for (int e = 0; e < 2; e++) {
+            w[e][0] = key.x * power_of_two((row_G[e].x - G.x) + (row_G[e].y - G.y));
+            w[e][1] = key.y * power_of_two((row_G[e].x - G.z) + (row_G[e].y - G.w));
           }
+        };
+        if (LOG_BLOCKS && sees_log) {
 #pragma unroll
-          for (int i = 0; i < ROWS / 8; i++) {
-            if (8 * i > place % ROWS / BLOCK * BLOCK + BLOCK - 1) continue;  // blocks above the diagonal
-            const int column = 8 * i + 2 * t, block = 8 * i / BLOCK;
-            float w[2] = {0.f, 0.f};
-            if (8 * i <= place % ROWS + 15) {
+          for (int half = 0; half < 2; half++) {
+            float w[2][2];
+            decayed(8 * half + 2 * t, COLUMNS + 8 * half + 2 * t, w);
 #pragma unroll
-              for (int c = 0; c < 2; c++) {
-                const bool sees = (seen >> (column + c) & 1) && (is_query || row != column + c);
-                if (sees) w[c] = decayed(LOG_ROWS + column + c) * gram[4 * i + 2 * e + c];
+            for (int kind = 0; kind < (BOTH ? 2 : 1); kind++)
+#pragma unroll
+              for (int e = 0; e < 2; e++) {
+                const bool query = BOTH ? kind : is_query;
+                const float f = query ? factor[e][1] : -factor[e][0];
+                u32 hi, lo;
+                split2(f * w[e][0] * log_gram[kind][4 * half + 2 * e], f * w[e][1] * log_gram[kind][4 * half + 2 * e + 1], hi, lo);
+                u8* to = memory + W_AT + half * W_PITCH + ((query ? ROWS : 0) + first_row + g + 8 * e) * 16 + 4 * t;
+                *(u32*)to = hi, *(u32*)(to + W_BYTES) = lo;
               }
-            }
-            u32 hi, lo, least;
-            if (is_query) {
-              split2(w[0], w[1], hi, lo);
-              u8* to = memory + c_at(block) + (i % (BLOCK / 8)) * c_pitch(block) + (row - block * BLOCK) * 16 + 4 * t;
-              *(u32*)to = hi, *(u32*)(to + c_bytes(block)) = lo;
-            } else if (row / BLOCK == block) {
-              float* scratch = (float*)(memory + T_AT + block * T_PARTS * T_BYTES);
-              *(float2*)(scratch + (row % BLOCK) * SCRATCH_PITCH + column % BLOCK) = make_float2(w[0], w[1]);
-            } else {
-              split3(-w[0], -w[1], hi, lo, least);
-              u8* to = memory + L_AT + i * (BLOCK * 16) + (row % BLOCK) * 16 + 4 * t;
-              *(u32*)to = hi, *(u32*)(to + L_BYTES) = lo;
-              if (L_PARTS == 3) *(u32*)(to + 2 * L_BYTES) = least;
-            }
+          }
+        }
+#pragma unroll
+        for (int other = 0; other < ROWS / 16; other++) {  // 16 columns
+          const int block = other * 16 / BLOCK;
+          const bool below = other * 16 <= first_row;  // not above the diagonal
+          if (!below && first_row / BLOCK != block) continue;
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int i = 2 * other + half, column = 8 * i + 2 * t;
+            float w[2][2] = {};
+            if (below) decayed(LOG_ROWS + column, column, w);
+#pragma unroll
+            for (int kind = 0; kind < (BOTH ? 2 : 1); kind++)
+#pragma unroll
+              for (int e = 0; e < 2; e++) {
+                const int row = first_row + g + 8 * e;
+                const bool query = BOTH ? kind : is_query;
+                const float f = query ? factor[e][1] : factor[e][0];
+                const u32 bits = (u32)(seen[e] >> (8 * i));
+                const float x = bits & 1 && (query || row != column) ? f * w[e][0] * gram[kind][4 * i + 2 * e] : 0.f;
+                const float y = bits & 2 && (query || row != column + 1) ? f * w[e][1] * gram[kind][4 * i + 2 * e + 1] : 0.f;
+                u32 hi, lo, least;
+                if (query) {
+                  split2(x, y, hi, lo);
+                  u8* to = memory + c_at(block) + (i % (BLOCK / 8)) * c_pitch(block) + (row - block * BLOCK) * 16 + 4 * t;
+                  *(u32*)to = hi, *(u32*)(to + c_bytes(block)) = lo;
+                } else if (first_row / BLOCK == block) {
+                  if (below)
+                    *(float2*)(memory + T_AT + block * T_PARTS * T_BYTES +
+                               4 * (row % BLOCK * SCRATCH_PITCH + column % BLOCK)) = make_float2(x, y);
+                } else {
+                  split3(-x, -y, hi, lo, least);
+                  u8* to = memory + L_AT + i * (BLOCK * 16) + (row % BLOCK) * 16 + 4 * t;
+                  *(u32*)to = hi, *(u32*)(to + L_BYTES) = lo;
+                  if (L_PARTS == 3) *(u32*)(to + 2 * L_BYTES) = least;
+                }
+              }
           }
         }
       }
       __syncthreads();
-      // ---- T of each block: a lane per column ----
-      if (warp < BLOCKS) {
-        const float* scratch = (const float*)(memory + T_AT + warp * T_PARTS * T_BYTES);
-        const int column = lane % BLOCK;
-        float T[BLOCK];
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-          float sum = i == column ? 1.f : 0.f;
-#pragma unroll
-          for (int m = 0; m < i; m += 4) {
-            const float4 l = *(const float4*)(scratch + i * SCRATCH_PITCH + m);
-            sum = fmaf(-l.x, T[m], sum);
-            if (m + 1 < i) sum = fmaf(-l.y, T[m + 1], sum);
-            if (m + 2 < i) sum = fmaf(-l.z, T[m + 2], sum);
-            if (m + 3 < i) sum = fmaf(-l.w, T[m + 3], sum);
-          }
-          T[i] = sum;
-        }
-        __syncwarp();  // every lane has read L
-        u8* to = memory + T_AT + warp * T_PARTS * T_BYTES + column / 8 * T_PITCH + column % 8 * 2;
-#pragma unroll
-        for (int i = 0; i < BLOCK; i++) {
-          u32 hi, mid, lo;
-          split3(i == column ? 0.f : T[i], 0.f, hi, mid, lo);
-          if (BLOCK == 32 || lane < BLOCK) {
-            *(u16*)(to + i * 16) = (u16)hi;
-            *(u16*)(to + T_BYTES + i * 16) = (u16)mid;
-            *(u16*)(to + 2 * T_BYTES + i * 16) = (u16)lo;
-          }
-        }
-      } else if (value_head % group == 0 && share == 0) {
+      make_inverses(memory, thread, [&](int first, int count) {
         // Records of the keys; what they overwrite is no log row of this launch.
-        for (int x = thread - 32 * BLOCKS; x < rows * CHUNKS; x += THREADS - 32 * BLOCKS) {
-          const int row = x / CHUNKS, piece = x % CHUNKS;
-          const u32 to = small.place[row] / record_bytes;
-          *(uint4*)(k_records + ((i64)to * key_heads + key_head) * DIM + piece * 8) =
-              *(const uint4*)(memory + piece * KEY_PITCH + row * 16);
+        if (blockIdx.x == 0) {
+          for (int row = (thread - first) / CHUNKS; row < rows; row += count / CHUNKS)
+            *(uint4*)((u8*)k_records + ((record_base + small.record[row]) * key_bytes + of_key)) =
+                *(const uint4*)(memory + chunk * KEY_PITCH + row * 16);
         }
-      }
+      });
       publish_to_products();
       __syncthreads();
     }
@@ -570,24 +707,35 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     // ---- the log's share of both ----
     if (LOG_BLOCKS && sees_log) {
+      u32 log_hi[4], log_mid[4], log_lo[4];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 x = logged(2 * i), y = logged(2 * i + 1);
+        split3(x.x, y.x, log_hi[2 * i], log_mid[2 * i], log_lo[2 * i]);
+        split3(x.y, y.y, log_hi[2 * i + 1], log_mid[2 * i + 1], log_lo[2 * i + 1]);
+      }
       warpgroup_begin();
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++) {
         const int L = W_AT + block * BLOCK * 16, C = L + ROWS * 16;
         multiply(u[block], log_lo, operand(base, L, W_PITCH));
-        multiply(u[block], log_mid, operand(base, L + W_BYTES, W_PITCH));
-        multiply(u[block], log_mid, operand(base, L, W_PITCH));
         multiply(o[block], log_mid, operand(base, C, W_PITCH));
-        multiply(u[block], log_hi, operand(base, L + W_BYTES, W_PITCH));
+        multiply(u[block], log_mid, operand(base, L + W_BYTES, W_PITCH));
         multiply(o[block], log_hi, operand(base, C + W_BYTES, W_PITCH));
-        multiply(u[block], log_hi, operand(base, L, W_PITCH));
+        multiply(u[block], log_mid, operand(base, L, W_PITCH));
         multiply(o[block], log_hi, operand(base, C, W_PITCH));
+        multiply(u[block], log_hi, operand(base, L + W_BYTES, W_PITCH));
+        multiply(u[block], log_hi, operand(base, L, W_PITCH));
       }
       warpgroup_commit();
       wait();
     }
+    __syncwarp();  // every lane has read u of the log
+    if (n + 1 < TILES_OF_CTA) {
+      copy_side();
+      copy_commit();
+    }
     // ---- solve block by block, outputs on the way ----
-    const u32 u_offset = my_value * (u32)sizeof(log_t);
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++) {
       u32 hi[STEPS][4], mid[STEPS][4], lo[STEPS][4];
@@ -633,26 +781,26 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         }
       }
       warpgroup_commit();
+      u8* to = (u8*)u_records + (record_base * record_bytes + my_value * (u32)sizeof(log_t));
 #pragma unroll
-      for (int i = 0; i < BLOCK / 8; i++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int row = block * BLOCK + 8 * i + 2 * t + e;
-          if (row < rows)
-            store_u((log_t*)((u8*)u_records + (small.place[row] + u_offset)), u[block][4 * i + e], u[block][4 * i + 2 + e]);
-        }
+      for (int i = 0; i < BLOCK / 8; i++) {
+        const int row = block * BLOCK + 8 * i + 2 * t;
+        const int2 record = *(const int2*)&small.record[row];
+        u8 *first = to + record.x * record_bytes, *second = to + record.y * record_bytes;
+        if (row < rows) store_u((log_t*)first, u[block][4 * i], u[block][4 * i + 2]);
+        if (row + 1 < rows) store_u((log_t*)second, u[block][4 * i + 1], u[block][4 * i + 3]);
+      }
       wait();
     }
-    const u32 out_offset = (u32)first_token * out_pitch + 2 * my_value;
+    u8* to = (u8*)output + (first_token + 2 * t) * out_row + 2 * my_value;
 #pragma unroll
-    for (int i = 0; i < ROWS / 8; i++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int row = 8 * i + 2 * t + e;
-        if (row < rows)
-          *(u32*)((u8*)output + (out_offset + row * out_pitch)) =
-              pack_bf16(o[8 * i / BLOCK][i % (BLOCK / 8) * 4 + e], o[8 * i / BLOCK][i % (BLOCK / 8) * 4 + 2 + e]);
-      }
+    for (int i = 0; i < ROWS / 8; i++, to += 7 * (u64)out_row) {
+      const float* y = o[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
+      const u32 first = pack_bf16(y[0], y[2]), second = pack_bf16(y[1], y[3]);
+      if (8 * i + 2 * t < rows) *(u32*)to = first;
+      to += out_row;
+      if (8 * i + 2 * t + 1 < rows) *(u32*)to = second;
+    }
     value += 64;
   }
 }
