@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kernels_cupy.compiler import gpu_name, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.compiler import ARCHITECTURES, gpu_name, has_warpgroups, multiprocessors, shared_bytes_per_cta
 from kernels_cupy.plans import MAX_SHARED_BYTES, BlockPlan, Problem, VerifyPlan, block_plans, stream_plans
+from kernels_cupy.wide_plans import wide_plans
 from lab.profiles.plans import Place, PlanTable, table_of
 
 
@@ -22,9 +23,14 @@ def place_of(problem: Problem, batch: int) -> Place:
     )  # fmt: skip
 
 
-def candidates(problem: Problem, shared_bytes: int = MAX_SHARED_BYTES) -> list[VerifyPlan]:
-    """Every plan that can run the problem where a CTA has `shared_bytes` of dynamic shared memory."""
+def candidates(problem: Problem, shared_bytes: int = MAX_SHARED_BYTES, warpgroups: bool = True) -> list[VerifyPlan]:
+    """Every plan that can run the problem where a CTA has `shared_bytes` of dynamic shared memory.
+
+    `warpgroups`: whether the GPU has the products of `wide.cu`.
+    """
     plans: list[VerifyPlan] = [*block_plans(problem), *stream_plans(problem)]
+    if warpgroups:
+        plans += wide_plans(problem)
     return [plan for plan in plans if plan.shared_bytes <= shared_bytes]
 
 
@@ -35,13 +41,14 @@ def choose_plan(
     table: PlanTable | None = None,
     multiprocessors: int = 132,
     shared_bytes: int = MAX_SHARED_BYTES,
+    warpgroups: bool = True,
 ) -> VerifyPlan:
     """The plan of the nearest measured place that this problem can take, else the cost model's.
 
-    The GPU has `multiprocessors`, and `shared_bytes` for one CTA.
+    The GPU has `multiprocessors`, and `shared_bytes` for one CTA; `warpgroups` as for `candidates`.
     """
     if table is not None and (nearest := table.nearest(place_of(problem, batch))):
-        feasible = {plan.name: plan for plan in candidates(problem, shared_bytes)}
+        feasible = {plan.name: plan for plan in candidates(problem, shared_bytes, warpgroups)}
         for row in nearest:
             if row.plan in feasible:
                 return feasible[row.plan]
@@ -68,4 +75,10 @@ def modelled_plan(
 
 def plan_here(problem: Problem, batch: int) -> VerifyPlan:
     """The choice for the current GPU."""
-    return choose_plan(problem, batch, table_of(gpu_name()), multiprocessors(), shared_bytes_per_cta())
+    table = table_of(gpu_name())
+    return choose_plan(problem, batch, table, multiprocessors(), shared_bytes_per_cta(), has_warpgroups())
+
+
+def runs_here(plan: VerifyPlan) -> bool:
+    """Whether the current GPU has the shared memory and the instructions of a plan."""
+    return plan.shared_bytes <= shared_bytes_per_cta() and (plan.file not in ARCHITECTURES or has_warpgroups())

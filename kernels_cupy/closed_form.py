@@ -93,8 +93,8 @@ class Verification:
         if plan is None:
             plan = plan_here(Problem(heads, rows, log_rows, layer.log_bf16, longest_path), batch)
         self.plan = plan
-        v_bytes = 2 * batch * rows * row_pitch(v, "v")
-        if max(v_bytes, layer.u.nbytes, output.nbytes) >= 1 << 32:
+        pitches = [row_pitch(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+        if max(2 * batch * rows * max(pitches), layer.u.nbytes, output.nbytes) >= 1 << 32:
             raise UsageError(
                 f"a batch of {batch} with {rows} rows takes 4 GiB or more in one array; use a smaller batch"
             )
@@ -105,7 +105,7 @@ class Verification:
         self._kernel = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
         self._grid = plan.grid(batch)
         self._arguments = (
-            q, k, v, np.int32(row_pitch(q, "q")), np.int32(row_pitch(k, "k")), np.int32(row_pitch(v, "v")),
+            q, k, v, *map(np.int32, pitches),
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias, masks, np.int32(_mask_pitch(masks)),
             layer.pool, slots, layer.u, layer.k, layer.g, np.int32(layer.record_rows), *cursors, output,
             np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),

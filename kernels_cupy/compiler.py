@@ -28,18 +28,23 @@ OPTIONS = ("-std=c++17",)
 KERNELS = {
     "verify.cu": ("verify",),
     "stream.cu": ("verify_stream",),
+    "wide.cu": ("verify_wide",),
     "commit.cu": ("fold_rows",),
     "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes", "read_bytes"),
     "serial.cu": ("recur", "scatter_states"),
     "attention.cu": ("verify_attention", "combine_attention"),
 }
 
+#: Source file -> the one architecture that it is written for.
+ARCHITECTURES = {"wide.cu": "sm_90a"}
+
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
     *(f"src/{name}" for name in (
         "commit.cu", "common.cuh", "cursors.cu", "serial.cu", "stream.cu", "stream_matrices.cuh", "verify.cu",
+        "wide.cu",
     )),
-    "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py",
+    "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py", "wide_plans.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
 TIMED = ("fill.py", "problems.py", "steps.py", "timer.py")
@@ -78,6 +83,12 @@ def multiprocessors() -> int:
 def shared_bytes_per_cta() -> int:
     """Dynamic shared memory that one CTA can take on the current GPU."""
     return int(load_cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+@cache
+def has_warpgroups() -> bool:
+    """Whether the current GPU, and what is compiled for it, has the products of `wide.cu`."""
+    return load_cupy().cuda.Device().compute_capability == "90" and not os.environ.get(PTX_VARIABLE)
 
 
 def source_text(file: str) -> str:
@@ -124,10 +135,11 @@ def macro_options(macros: dict[str, int]) -> tuple[str, ...]:
 
 @cache
 def _module(file: str, options: tuple[str, ...]) -> Any:
-    if capability := os.environ.get(PTX_VARIABLE):
+    capability = os.environ.get(PTX_VARIABLE)
+    if arch := f"compute_{capability}" if capability else ARCHITECTURES.get(file):
         from kernels_cupy.cubin import module
 
-        return module(file, f"compute_{capability}", (*options, "-ftz=true"))  # as CuPy's own modules
+        return module(file, arch, (*options, "-ftz=true"))  # as CuPy's own modules
     return load_cupy().RawModule(code=source_text(file), options=options, backend="nvrtc")
 
 

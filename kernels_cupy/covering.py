@@ -1,4 +1,4 @@
-"""Which plans the gate and the sanitizers run, where `stream.cu` has more of them than can be run on everything.
+"""Which plans the gate and the sanitizers run, of the kernels that have more of them than can be run on everything.
 
 A *variant* is what tells plans apart: source, macros, and the arguments that say how the work is cut. A *trait* is one
 value of a macro or such an argument, together with the size of the tree, the log and the type of the state.
@@ -7,15 +7,19 @@ value of a macro or such an argument, together with the size of the tree, the lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kernels_cupy.choice import candidates
-from kernels_cupy.plans import Problem, StreamPlan, VerifyPlan
+from kernels_cupy.plans import LONG_PATH, Problem, StreamPlan, VerifyPlan
+from kernels_cupy.wide_plans import WidePlan
 from lab.methods.base import LayerHeads
 from lab.profiles.plans import PlanTable, read_plans, shipped_tables
 
-#: Macros that a trait of a stream plan goes together with.
-SIZES = ("GROUPS", "STATE_BF16", "LOG_BLOCKS")
+#: Sources with so many plans -> macros that a trait goes together with.
+SIZES = {
+    StreamPlan.file: ("GROUPS", "STATE_BF16", "LOG_BLOCKS"),
+    WidePlan.file: ("ROWS", "STATE_BF16", "LOG_BLOCKS"),
+}
 
 VariantKey = tuple[object, ...]
 
@@ -25,39 +29,50 @@ def variant_of(plan: VerifyPlan) -> VariantKey:
     return (plan.file, tuple(sorted(plan.macros.items())), plan.cut)
 
 
-def traits_of(plan: StreamPlan) -> list[tuple[object, ...]]:
+def traits_of(plan: VerifyPlan) -> list[tuple[object, ...]]:
     """Every macro and argument of the cut, each with the sizes; in an order that is the same in every process."""
-    sizes = tuple(plan.macros[name] for name in SIZES)
+    sizes = tuple(plan.macros[name] for name in SIZES[plan.file])
     values = {**plan.macros, **{f"cut {i}": value for i, value in enumerate(plan.cut)}}
-    return [(*sizes, name, value) for name, value in values.items()]
+    return [(plan.file, *sizes, name, value) for name, value in values.items()]
 
 
 def shipped_plans(tables: Iterable[PlanTable] | None = None) -> Iterator[VerifyPlan]:
-    """The plans that shipped tables name, for the problems of their places."""
+    """The plans that shipped tables name, for the problems of their places: with short paths, and with long ones."""
     for table in map(read_plans, shipped_tables().values()) if tables is None else tables:
         for row in table.rows:
             place = row.place
             dim = place.head_dim
             heads = LayerHeads(place.key_heads, place.value_heads, dim, dim, place.state_dtype)
-            problem = Problem(heads, place.rows, place.log_rows, place.log_bf16)
-            yield from (plan for plan in candidates(problem) if plan.name == row.plan)
+            for path in (0, LONG_PATH)[: 1 + (place.rows > LONG_PATH)]:
+                problem = Problem(heads, place.rows, place.log_rows, place.log_bf16, path)
+                yield from (plan for plan in candidates(problem) if plan.name == row.plan)
 
 
 def select(
-    problems: Sequence[Problem], at_least: int, tables: Iterable[PlanTable] | None = None
-) -> list[list[StreamPlan]]:
-    """Plans of `stream.cu` for each problem, none where it does not run.
+    problems: Sequence[Problem], at_least: Mapping[str, int], tables: Iterable[PlanTable] | None = None
+) -> list[list[VerifyPlan]]:
+    """Plans of the sources that `at_least` names, for each problem; none of a source that does not take it.
 
-    Over all problems these are the shipped ones, dealt out evenly to problems that have the same variants; one for each
-    trait that those lack, in the problem that has the fewest plans; and the least used until each has `at_least`.
+    For each source these are over all problems the shipped ones, dealt out evenly to problems that have the same
+    variants; one for each trait that those lack, in the problem that has the fewest plans; and the least used until
+    each problem has `at_least` so many.
     """
-    offered = [[plan for plan in candidates(problem) if isinstance(plan, StreamPlan)] for problem in problems]
     shipped = {variant_of(plan) for plan in shipped_plans(tables)}
-    chosen: list[list[StreamPlan]] = [[] for _ in problems]
+    found: list[list[VerifyPlan]] = [[] for _ in problems]
+    for file, few in at_least.items():
+        offered = [[plan for plan in candidates(problem) if plan.file == file] for problem in problems]
+        for plans, chosen in zip(found, _select(offered, few, shipped), strict=True):
+            plans += chosen
+    return found
+
+
+def _select(offered: list[list[VerifyPlan]], at_least: int, shipped: set[VariantKey]) -> list[list[VerifyPlan]]:
+    """`select` for the plans of one source that are offered to each problem."""
+    chosen: list[list[VerifyPlan]] = [[] for _ in offered]
     seen: set[tuple[object, ...]] = set()
     used = Counter[VariantKey]()
 
-    def choose(problem: int, plan: StreamPlan) -> None:
+    def choose(problem: int, plan: VerifyPlan) -> None:
         chosen[problem].append(plan)
         seen.update(traits_of(plan))
         used[variant_of(plan)] += 1
@@ -69,7 +84,7 @@ def select(
         for turn, variant in enumerate(dict.fromkeys(variant for variant in variants if variant in shipped)):
             member = members[turn % len(members)]
             choose(member, offered[member][variants.index(variant)])
-    with_trait: dict[tuple[object, ...], list[tuple[int, StreamPlan]]] = {}
+    with_trait: dict[tuple[object, ...], list[tuple[int, VerifyPlan]]] = {}
     for problem, plans in enumerate(offered):
         for plan in plans:
             for trait in traits_of(plan):
@@ -83,12 +98,21 @@ def select(
     return chosen
 
 
-def covering(plans: Sequence[StreamPlan], tables: Iterable[PlanTable] | None = None) -> list[StreamPlan]:
-    """Some of the plans: one for each set of macros that ships; where none does, enough for every trait."""
-    by_macros = {variant_of(plan)[:2]: plan for plan in reversed(plans)}
+def covering(plans: Sequence[VerifyPlan], tables: Iterable[PlanTable] | None = None) -> list[VerifyPlan]:
+    """Some of the plans, source by source: one for each set of macros that ships; where none does, all traits."""
     shipped = dict.fromkeys(variant_of(plan)[:2] for plan in shipped_plans(tables))
-    if kept := [by_macros[macros] for macros in shipped if macros in by_macros]:
-        return kept
+    by_file: dict[str, list[VerifyPlan]] = {}
+    for plan in plans:
+        by_file.setdefault(plan.file, []).append(plan)
+    found: list[VerifyPlan] = []
+    for group in by_file.values():
+        by_macros = {variant_of(plan)[:2]: plan for plan in reversed(group)}
+        found += [by_macros[macros] for macros in shipped if macros in by_macros] or _of_all_traits(group)
+    return found
+
+
+def _of_all_traits(plans: Sequence[VerifyPlan]) -> list[VerifyPlan]:
+    kept: list[VerifyPlan] = []
     missing = {trait for plan in plans for trait in traits_of(plan)}
     while missing:
         best = max(plans, key=lambda plan: len(missing.intersection(traits_of(plan))))

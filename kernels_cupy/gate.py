@@ -30,13 +30,14 @@ import numpy as np
 
 from kernels_cupy import reference
 from kernels_cupy.arrays import state_bits
-from kernels_cupy.choice import candidates
-from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy, shared_bytes_per_cta
+from kernels_cupy.choice import candidates, runs_here
+from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
-from kernels_cupy.plans import BlockPlan, Problem, VerifyPlan
+from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
+from kernels_cupy.wide_plans import WidePlan
 from lab import oracle
 from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
@@ -57,15 +58,15 @@ STOREALL_BF16 = {"output": 5e-2, "state": 2e-2}
 GROUPINGS = ((2, 2), (2, 4), (1, 3), (1, 4), (1, 8))
 #: Rows of a tree and the longest path.
 SIZES = (
-    (1, 1), (2, 2), (7, 7), (15, 15), (16, 5), (17, 17), (20, 20), (32, 6), (40, 8), (40, 40), (64, 12), (64, 20),
-    (64, 64),
+    (1, 1), (2, 2), (7, 7), (9, 9), (15, 15), (16, 5), (17, 17), (20, 20), (32, 6), (40, 8), (40, 40), (64, 12),
+    (64, 20), (64, 64),
 )  # fmt: skip
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
 #: Device memory that a process keeps between cases.
 POOL_BYTES = 1 << 30
-#: Plans of `stream.cu` that a case runs, at least.
-STREAM_PLANS = 2
+#: Plans that a case runs at least, of the kernels with many.
+FEW_PLANS = {StreamPlan.file: 2, WidePlan.file: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     """
     sessions = list(uncut(trees, quick))
     problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]
-    streams = iter(select(problems, STREAM_PLANS))
+    chosen = iter(select(problems, FEW_PLANS))
     seen: set[object] = set()
     for case in sessions:
         if case.method in SERIAL_METHODS:
@@ -123,7 +124,7 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
             blocks = [plan for plan in candidates(problem_of(case)) if isinstance(plan, BlockPlan)]
             plans = [plan for plan in blocks if plan.warps == 4 or variant_of(plan) not in seen]
             seen.update(map(variant_of, plans))
-            yield from (replace(case, plan=plan) for plan in (*plans, *next(streams)))
+            yield from (replace(case, plan=plan) for plan in (*plans, *next(chosen)))
 
 
 def uncut(trees: int, quick: bool) -> Iterator[Case]:
@@ -358,11 +359,7 @@ def main() -> int:
             parser.error(f"--ptx is {options.ptx!r}; a compute capability such as 80 is needed")
         os.environ[PTX_VARIABLE] = options.ptx  # the processes of both pools inherit it
     start = time.perf_counter()
-    wanted = [
-        case
-        for case in cases(options.trees, options.quick)
-        if case.plan is None or case.plan.shared_bytes <= shared_bytes_per_cta()
-    ]
+    wanted = [case for case in cases(options.trees, options.quick) if case.plan is None or runs_here(case.plan)]
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:

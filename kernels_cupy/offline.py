@@ -18,16 +18,20 @@ from dataclasses import astuple, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from kernels_cupy import compiler
 from kernels_cupy.choice import modelled_plan
 from kernels_cupy.compiler import KERNELS, macro_options, source_text
 from kernels_cupy.covering import shipped_plans
 from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
+from kernels_cupy.wide_plans import wide_plans
 from lab.errors import MissingError
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import STATE_DTYPES
 
 TABLE = Path(__file__).parent / "resources.csv"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+#: The one whose resources the table lists.
+LISTED = "sm_90"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,21 @@ class Resources:
     dynamic_shared_bytes: int
 
 
+def architectures(file: str) -> tuple[str, ...]:
+    """What a source compiles for."""
+    return (compiler.ARCHITECTURES[file],) if file in compiler.ARCHITECTURES else ARCHITECTURES
+
+
+def listed_architecture(file: str) -> str:
+    """`LISTED`, or the one architecture that the source is written for."""
+    return compiler.ARCHITECTURES.get(file, LISTED)
+
+
 def variants() -> Iterator[Variant]:
     """The variants that the shipped methods launch, with the plans of the cost model and of the shipped tables.
 
-    The cost model's are those of 16 key and 32 value heads of 128, and heads of 64. Of `stream.cu` there is also one
-    for each size of tree and log.
+    The cost model's are those of 16 key and 32 value heads of 128, and heads of 64. Of `stream.cu` and
+    `wide.cu` there is also one for each size of tree and log.
     """
     yield Variant("cursors.cu")
     plans: list[VerifyPlan] = []
@@ -78,7 +92,7 @@ def variants() -> Iterator[Variant]:
             yield Variant("commit.cu", (("LOG_BF16", 1), state[1]))
             problems.append(replace(problems[0], rows=4, log_bf16=True))
         plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
-        plans += [plan for problem in problems for plan in stream_plans(problem)[:1]]
+        plans += [plan for problem in problems for ways in (stream_plans, wide_plans) for plan in ways(problem)[:1]]
     largest: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     for plan in (*plans, *shipped_plans()):
         key = plan.file, tuple(sorted(plan.macros.items()))
@@ -165,8 +179,8 @@ def _nvrtc(variant: Variant, arch: str, library: Path) -> str:
 
 
 def table() -> str:
-    """The resource table of all variants on sm_90, as CSV."""
-    rows = [row for variant in variants() for row in compile_variant(variant, "sm_90")]
+    """The resource table of all variants on `LISTED`, as CSV."""
+    rows = [row for each in variants() for row in compile_variant(each, listed_architecture(each.file))]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(Resources)])

@@ -18,12 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from kernels_cupy import reference, timer
+from kernels_cupy.choice import runs_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
+from kernels_cupy.covering import SIZES as SIZES_OF_TRAITS
 from kernels_cupy.covering import covering, variant_of
 from kernels_cupy.device import device_record
 from kernels_cupy.gate import Case
 from kernels_cupy.gate import cases as gate_cases
-from kernels_cupy.plans import BlockPlan, StreamPlan
+from kernels_cupy.plans import BlockPlan
 from kernels_cupy.sessions import SESSIONS
 from lab.errors import MissingError
 from lab.methods.protocol import SessionSpec
@@ -36,24 +38,24 @@ SIZES = ((1, 1), (3, 3), (16, 6), (17, 17))
 
 
 def cases() -> list[Case]:
-    """A small session of every set of macros of `verify.cu` that the gate runs, and of `stream.cu` that ships,
-    of every log method on a chain, and of the serial methods.
+    """A small session of every set of macros of `verify.cu` that the gate runs, and of the other kernels that
+    ships, of every log method on a chain, and of the serial methods.
     """
     by_variant: dict[object, Case] = {}
-    others, streams = [], list[Case]()
+    others, many = [], list[Case]()
     for case in gate_cases(trees=1):
         if case.key_heads == 16:
             continue
         small, plan = replace(case, batch=3, steps=3), case.plan
         few = (case.rows, case.max_path) in SIZES
-        if isinstance(plan, StreamPlan):
-            streams.append(small)
-        elif plan is not None:
+        if plan and plan.file in SIZES_OF_TRAITS:
+            many.append(small)
+        elif plan:
             by_variant.setdefault(variant_of(plan)[:2], small)
         if few and (plan is None or (isinstance(plan, BlockPlan) and plan.heads_per_cta == 2)):
             others.append(small)
-    by_plan = {case.plan: case for case in reversed(streams)}
-    kept = [by_plan[plan] for plan in covering([case.plan for case in streams if isinstance(case.plan, StreamPlan)])]
+    by_plan = {case.plan: case for case in reversed(many)}
+    kept = [by_plan[plan] for plan in covering([case.plan for case in many if case.plan])]
     return list(dict.fromkeys([*others, *by_variant.values(), *kept]))
 
 
@@ -120,7 +122,9 @@ def main() -> int:
     cp = load_cupy()
     cp.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
-    wanted = cases()[options.part :: PARTS] if options.part is not None else cases()
+    wanted = [case for case in cases() if case.plan is None or runs_here(case.plan)]
+    if options.part is not None:
+        wanted = wanted[options.part :: PARTS]
     for case in wanted:
         run(case, rng)
     timer.copy_bandwidth(1 << 20)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels_cupy import device, timer
 from kernels_cupy.choice import candidates, modelled_plan
-from kernels_cupy.compiler import multiprocessors, shared_bytes_per_cta
+from kernels_cupy.compiler import has_warpgroups, multiprocessors, shared_bytes_per_cta
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.steps import Step
 from lab.bench.cuda_backend import POOL_BYTES, CudaBackend, cycle_of, shape_of
@@ -27,7 +27,7 @@ class CudaTuner:
     backend: CudaBackend
 
     def candidates(self, problem: Problem) -> list[VerifyPlan]:
-        return candidates(problem, shared_bytes_per_cta())
+        return candidates(problem, shared_bytes_per_cta(), has_warpgroups())
 
     def safe(self, problem: Problem, batch: int) -> VerifyPlan:
         return modelled_plan(problem, batch, multiprocessors(), shared_bytes_per_cta())

@@ -106,6 +106,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
     monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda: MAX_SHARED_BYTES)
+    monkeypatch.setattr(choice, "has_warpgroups", lambda: False)
     monkeypatch.setattr(cuda_backend, "Step", FakeStep)
     monkeypatch.setattr(cuda_backend, "host_floats", from_bits)
     monkeypatch.setattr(cuda_backend.timer, "time_graph", time_with("graph"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> CudaTuner:
     monkeypatch.setattr(cuda_tune.device, "trim_pool", lambda keep_bytes: None)
     monkeypatch.setattr(cuda_tune, "shared_bytes_per_cta", lambda: 60_000)
     monkeypatch.setattr(cuda_tune, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(cuda_tune, "has_warpgroups", lambda: False)
     FakeStep.released = 0
     return CudaTuner(SimpleNamespace(layers=lambda shape: 4))  # type: ignore[arg-type]
 
@@ -90,6 +92,15 @@ def test_candidates_and_the_safe_plan_fit_the_gpu(tuner: CudaTuner) -> None:
     assert {plan.file for plan in plans} == {"verify.cu", "stream.cu"}
     assert max(plan.shared_bytes for plan in plans) <= 60_000
     assert tuner.safe(problem, 8) in plans
+
+
+@pytest.mark.parametrize("has_them", [True, False])
+def test_warpgroups_are_tuned_where_the_gpu_has_them(
+    tuner: CudaTuner, monkeypatch: pytest.MonkeyPatch, has_them: bool
+) -> None:
+    monkeypatch.setattr(cuda_tune, "has_warpgroups", lambda: has_them)
+    plans = tuner.candidates(replace(problem_of(point(8)), rows=16))
+    assert any(plan.file == "wide.cu" for plan in plans) == has_them
 
 
 def test_the_median_of_a_cycle_is_that_of_its_steps() -> None:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_cupy.choice import candidates, choose_plan, modelled_plan, place_of
+from kernels_cupy import choice
+from kernels_cupy.choice import candidates, choose_plan, modelled_plan, place_of, runs_here
 from kernels_cupy.plans import MAX_SHARED_BYTES, BlockPlan, Problem
+from kernels_cupy.wide_plans import wide_plans
 from lab.methods.base import LayerHeads
 from lab.profiles.plans import PlanRow, PlanTable
 
@@ -59,6 +61,27 @@ def test_places_whose_plan_cannot_run_here_are_passed_over() -> None:
     rows = table((three, 32, "block-h3-s1"), (three, 64, "no-such-plan"), (SMALL, 512, "stream-w4-t4-s1-r12"))
     assert choose_plan(SMALL, 48, rows).name == "stream-w4-t4-s1-r12"
     assert choose_plan(SMALL, 48, rows, shared_bytes=50_000).name.startswith("block"), "it needs more shared memory"
+
+
+def test_products_of_warpgroups_are_chosen_where_the_gpu_has_them() -> None:
+    wide = replace(SMALL, rows=32)
+    rows = table((wide, 64, "wide-h1-s1-r2"))
+    assert choose_plan(wide, 64, rows).name == "wide-h1-s1-r2"
+    assert choose_plan(wide, 64, rows, warpgroups=False) == modelled_plan(wide, 64)
+    assert not any(plan.file == "wide.cu" for plan in candidates(wide, warpgroups=False))
+
+
+def test_a_gpu_runs_the_plans_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, block = wide_plans(replace(SMALL, rows=32))[0], modelled_plan(SMALL, 8)
+    for shared_bytes, warpgroups, expected in (
+        (MAX_SHARED_BYTES, True, (True, True)),
+        (MAX_SHARED_BYTES, False, (False, True)),
+        (block.shared_bytes, True, (False, True)),
+        (1024, True, (False, False)),
+    ):
+        monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda found=shared_bytes: found)
+        monkeypatch.setattr(choice, "has_warpgroups", lambda found=warpgroups: found)
+        assert (runs_here(wide), runs_here(block)) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64, 512])

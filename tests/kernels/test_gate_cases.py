@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from kernels_cupy.covering import shipped_plans, traits_of, variant_of
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
-from kernels_cupy.plans import BlockPlan, StreamPlan, VerifyPlan, stream_plans
+from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
+from kernels_cupy.wide_plans import WidePlan, wide_plans
 from lab.bench.cuda_backend import problem_of
 from lab.bench.points import default_axes
 from lab.methods import SERIAL_METHODS
@@ -46,10 +48,10 @@ def test_every_plan_of_the_profile_grid_is_gated() -> None:
 
 
 def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stream plan that a point can take, each at a place of its own."""
+    """Every stream and wide plan that a point can take, each at a place of its own."""
     rows: dict[Place, PlanRow] = {}
     for i, point in enumerate(default_axes("cuda", False, ("treelog", "bole", "replayssm")).points()):
-        plans = stream_plans(problem_of(point))
+        plans: list[VerifyPlan] = [*stream_plans(problem_of(point)), *wide_plans(problem_of(point))]
         if plans:
             place, name = place_of(problem_of(point), point.batch), plans[i % len(plans)].name
             rows[place] = PlanRow(place, name, 1.0, name, 1.0)
@@ -60,26 +62,36 @@ def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pyt
     gated = {launched(case.plan) for case in found if case.plan}
     wanted = grid_plans(table_of("NVIDIA H200"))
     assert len({x for x in wanted if x[0] == StreamPlan.file}) > 50
+    assert len({x for x in wanted if x[0] == WidePlan.file}) > 50
     assert wanted - gated == set()
-    shipped = {variant_of(plan)[:2] for plan in shipped_plans()}
-    assert {variant_of(case.plan)[:2] for case in sanitized_cases() if isinstance(case.plan, StreamPlan)} == shipped
+    sanitized = {launched(case.plan) for case in sanitized_cases() if case.plan and case.plan.file != BlockPlan.file}
+    assert sanitized == {launched(plan) for plan in shipped_plans()} & gated
 
 
-def test_the_gate_sees_every_value_of_every_macro_of_the_streams() -> None:
-    seen = {trait for case in CASES if isinstance(case.plan, StreamPlan) for trait in traits_of(case.plan)}
-    assert seen == {
-        trait
-        for case in CASES
-        if case.method not in SERIAL_METHODS
-        for plan in stream_plans(case_problem(case))
-        for trait in traits_of(plan)
-    }
+@pytest.mark.parametrize(("kind", "offered"), [(StreamPlan, stream_plans), (WidePlan, wide_plans)])
+def test_the_gate_sees_every_value_of_every_macro(
+    kind: type[VerifyPlan], offered: Callable[[Problem], Sequence[VerifyPlan]]
+) -> None:
+    seen = {trait for case in CASES if isinstance(case.plan, kind) for trait in traits_of(case.plan)}
+    problems = [case_problem(case) for case in CASES if case.method not in SERIAL_METHODS]
+    assert seen == {trait for where in problems for plan in offered(where) for trait in traits_of(plan)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_trees_of_every_kind_are_gated(dtype: str) -> None:
+    wide = [case for case in CASES if isinstance(case.plan, WidePlan) and case.state_dtype == dtype]
+    assert {1, 2, 3, 4} <= {case.value_heads // case.key_heads for case in wide}
+    assert {9, 17, 40, 64} <= {case.rows for case in wide}
+    assert {case.plan.macros["LOG_BLOCKS"] for case in wide if case.plan} == {0, 1}
+    assert {case.chain for case in wide} == {True, False}
 
 
 def test_a_case_runs_a_few_streams_and_every_name_is_one_case() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     streams = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, StreamPlan))
     assert set(streams.values()) <= {2, 3, 4}
+    wide = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, WidePlan))
+    assert set(wide.values()) <= {1, 2, 3, 4}
     assert list(cases(trees=9)) == CASES, "the same in every process"
 
 

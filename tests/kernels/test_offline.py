@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import shutil
 
 import pytest
 
 from kernels_cupy import offline
 from kernels_cupy.compiler import KERNELS, SOURCE_DIR, source_text
-from kernels_cupy.offline import ARCHITECTURES, TABLE, Resources, Variant, compile_variant, variants
+from kernels_cupy.offline import (
+    LISTED,
+    TABLE,
+    Resources,
+    Variant,
+    architectures,
+    compile_variant,
+    listed_architecture,
+    variants,
+)
 from kernels_cupy.plans import BlockPlan, Problem, stream_plans
+from kernels_cupy.wide_plans import WidePlan, wide_plans
 from lab.methods.base import LayerHeads
 
 needs_compiler = pytest.mark.skipif(
@@ -29,8 +40,7 @@ def test_source_text_stands_alone(file: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("file", KERNELS)
+@pytest.mark.parametrize(("file", "arch"), [(file, arch) for file in KERNELS for arch in architectures(file)])
 def test_kernels_compile(file: str, arch: str) -> None:
     found = compile_variant(Variant(file), arch)
     assert sorted(resources.kernel for resources in found) == sorted(KERNELS[file])
@@ -38,16 +48,23 @@ def test_kernels_compile(file: str, arch: str) -> None:
 
 @pytest.fixture(scope="module")
 def hopper() -> list[Resources]:
-    """What every shipped variant takes on sm_90."""
-    return [row for variant in variants() for row in compile_variant(variant, "sm_90")]
+    """What every shipped variant takes on sm_90 or sm_90a."""
+    return [row for each in variants() for row in compile_variant(each, listed_architecture(each.file))]
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "sm_90"])
+@pytest.mark.parametrize("arch", [arch for arch in offline.ARCHITECTURES if arch != LISTED])
 def test_every_variant_compiles(arch: str) -> None:
     for variant in variants():
-        assert compile_variant(variant, arch)
+        if arch in architectures(variant.file):
+            assert compile_variant(variant, arch)
+
+
+def test_products_of_warpgroups_are_for_one_architecture() -> None:
+    assert architectures("wide.cu") == (listed_architecture("wide.cu"),) == ("sm_90a",)
+    assert architectures("stream.cu") == offline.ARCHITECTURES
+    assert listed_architecture("stream.cu") == LISTED
 
 
 @needs_compiler
@@ -109,6 +126,35 @@ def test_shared_memory_formula_of_streams_is_that_of_the_source(rows: int, log_r
         else:
             with pytest.raises(RuntimeError, match=r"StreamPlan\.shared_bytes"):
                 compile_variant(variant, "sm_90")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", [9, 16, 20, 32, 40, 64])
+def test_shared_memory_formula_of_warpgroups_is_that_of_the_source(
+    rows: int, dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every log, type of its u, path, number of heads and of shares; a last assertion ends the compilation."""
+    monkeypatch.setattr(offline, "source_text", lambda file: source_text(file) + 'static_assert(DIM == 0, "last");\n')
+    plans = {
+        tuple(sorted(plan.macros.items())): plan
+        for value_heads, log_rows, log_bf16, path in itertools.product((12, 8), (0, 16), (False, True), (1, rows))
+        for plan in wide_plans(Problem(LayerHeads(2, value_heads, dim, dim, dtype), rows, log_rows, log_bf16, path))
+        if plan.resident == 2
+    }
+    assert {plan.heads_per_cta for plan in plans.values()} >= {1, 2}
+    assert {plan.value_shares for plan in plans.values()} == {1, dim // 64}
+    for macros, plan in plans.items():
+        assert not complains(macros, plan.shared_bytes)
+    assert complains(macros, plan.shared_bytes + 16)
+
+
+def complains(macros: tuple[tuple[str, int], ...], shared_bytes: int) -> bool:
+    """Whether `wide.cu` expects other shared memory."""
+    with pytest.raises(RuntimeError, match='"last"') as error:
+        compile_variant(Variant(WidePlan.file, (*macros, ("EXPECTED_SHARED_BYTES", shared_bytes))), "sm_90a")
+    return "WidePlan.shared_bytes" in str(error.value)
 
 
 def problem(rows: int, log_rows: int) -> Problem:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kernels_cupy import compiler, cubin
-from kernels_cupy.compiler import PTX_VARIABLE, kernel_hash, source_hash
+from kernels_cupy.compiler import PTX_VARIABLE, has_warpgroups, kernel_hash, source_hash
 from lab.bench.sources import source_files, staleness
 from lab.bench.sources import source_hash as bench_hash
 from lab.profiles import plans
@@ -121,3 +121,20 @@ def test_one_gpu_family_gets_machine_code(fake_compiler: FakeCompiler) -> None:
     cubin.cubin_kernel("attention.cu", "verify_attention", "sm_90a", TILES=1)
     assert fake_compiler.options == [("-arch=sm_90a", "-std=c++17", "-DTILES=1")]
     assert Path(str(fake_compiler.loaded[0]["path"])).read_bytes() == b"cubin of attention.cu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "ptx", "expected"), [("90", "", True), ("80", "", False), ("100", "", False), ("90", "80", False)]
+)
+def test_only_machine_code_for_hopper_has_products_of_warpgroups(
+    monkeypatch: pytest.MonkeyPatch, capability: str, ptx: str, expected: bool
+) -> None:
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(compiler, "load_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    monkeypatch.setenv(PTX_VARIABLE, ptx)
+    assert has_warpgroups.__wrapped__() is expected
+
+
+def test_products_of_warpgroups_are_compiled_for_their_architecture(fake_compiler: FakeCompiler) -> None:
+    compiler.kernel("wide.cu", "verify_wide", ROWS=16)
+    assert fake_compiler.options == [("-arch=sm_90a", "-std=c++17", "-DROWS=16", "-ftz=true")]
