@@ -20,12 +20,13 @@ class WidePlan(VerifyPlan):
 
     file: ClassVar[str] = "wide.cu"
     kernel: ClassVar[str] = "verify_wide"
+    heads_per_cta: int = 1
     value_shares: int = 1
     resident: int = 2  # CTAs that the registers of a multiprocessor are divided among
 
     @property
     def name(self) -> str:
-        return f"wide-s{self.value_shares}-r{self.resident}"
+        return f"wide-h{self.heads_per_cta}-s{self.value_shares}-r{self.resident}"
 
     @property
     def rows(self) -> int:
@@ -38,7 +39,8 @@ class WidePlan(VerifyPlan):
         return {
             "ROWS": self.rows, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
-            "L_PARTS": self.l_parts, "SHARES": self.value_shares, "MIN_CTAS": self.resident,
+            "L_PARTS": self.l_parts, "HEADS": self.heads_per_cta,
+            "SHARES": self.value_shares, "MIN_CTAS": self.resident,
         }  # fmt: skip
 
     @property
@@ -53,12 +55,12 @@ class WidePlan(VerifyPlan):
         log_rows, block = 16 * problem.log_blocks, min(rows, 32)
         keys = head_dim // 8 * (32 * rows + 16)
         tile = 16 * (4 * head_dim if problem.state_bytes == 4 else 2 * head_dim + 16)
-        side = log_rows * (32 if problem.log_bf16 else 64)
-        log = max(head_dim // 8 * 272, 128 * rows) if log_rows else 0
+        log = head_dim // 8 * 272 + 128 * rows if log_rows else 0
         inverse = 6 * block * rows
         weights = 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
-        small = (16 if rows > 32 else 12) * rows + 16 * (rows + 16) + 8 * rows + 64 + 12 * rows + 80
-        return keys + log + 4 * (tile + side) + inverse + weights + small
+        small = (16 if rows > 32 else 12) * rows + 8 * rows + 64 - 4 * rows
+        head = 16 * (rows + 16) + 16 * rows + 80
+        return keys + log + 4 * tile + inverse + weights + small + self.heads_per_cta * head
 
     @property
     def warps(self) -> int:
@@ -66,14 +68,14 @@ class WidePlan(VerifyPlan):
 
     @property
     def ctas_per_request(self) -> int:
-        return self.problem.heads.value_heads * self.value_shares
+        return self.problem.heads.value_heads * self.value_shares // self.heads_per_cta
 
     def cut(self, batch: int) -> tuple[int, ...]:
         return ()
 
     def grid(self, batch: int, multiprocessors: int) -> tuple[int, ...]:
         """A CTA per share of a value head and request."""
-        return self.problem.group * self.value_shares, self.problem.heads.key_heads, batch
+        return self.problem.group * self.value_shares // self.heads_per_cta, self.problem.heads.key_heads, batch
 
     @property
     def fits(self) -> bool:
@@ -86,6 +88,8 @@ def wide_plans(problem: Problem) -> list[WidePlan]:
     check_heads(problem.heads)
     if not LEAST_ROWS <= problem.rows <= MOST_ROWS or problem.log_rows > LOG_ROWS:
         return []
-    shares = (1, 2) if problem.heads.key_dim == 128 else (1,)
-    plans = [WidePlan(problem, share, resident) for share, resident in itertools.product(shares, (2, 3, 4, 5))]
+    shapes = [(heads, 1) for heads in (1, 2, 3, 4) if problem.group % heads == 0]
+    if problem.heads.key_dim == 128:
+        shapes.append((1, 2))
+    plans = [WidePlan(problem, *shape, resident) for shape, resident in itertools.product(shapes, (2, 3, 4, 5))]
     return [plan for plan in plans if plan.fits]

@@ -35,15 +35,21 @@
 #ifndef SHARES  // CTAs that divide the value rows of a head: 1 or 2
 #define SHARES 1
 #endif
+#ifndef HEADS  // value heads of a CTA, one after another
+#define HEADS 1
+#endif
 #ifndef MIN_CTAS
 #define MIN_CTAS 2
 #endif
+static_assert(HEADS == 1 || SHARES == 1, "a CTA has some heads or a share of one");
 constexpr int THREADS = 128;
 constexpr int BLOCK = ROWS < 32 ? ROWS : 32, BLOCKS = ROWS / BLOCK, STEPS = BLOCK / 16;  // k-steps of a block
 constexpr int LOG_ROWS = LOG_BLOCKS ? 16 : 0, SYSTEM = LOG_ROWS + ROWS;                  // rows of the system
 constexpr int COLUMNS = 2 * ROWS;                                                        // keys, then queries
 constexpr int CHUNKS = DIM / 8, ROWS_AT_ONCE = THREADS / CHUNKS;  // 16-byte pieces of a key; key rows that all threads copy
-constexpr int TILES_OF_CTA = DIM / 64 / SHARES;
+constexpr int TILES = DIM / 64 / SHARES;  // of a head, in this CTA
+// Threads stand for rows of the system, the log's first, of head after head: PLACES for each head, ITEMS for each thread.
+constexpr int PLACES = SYSTEM > 64 ? 128 : 64, ITEMS = (HEADS * PLACES + THREADS - 1) / THREADS;
 
 // ---- shared memory, in bytes; *_PITCH is from one 16-byte column to the next ----
 constexpr int KEY_PITCH = COLUMNS * 16 + 16, KEY_BYTES = CHUNKS * KEY_PITCH;  // the odd 16 bytes spread the banks
@@ -52,7 +58,6 @@ constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;  /
 // A warp's tile. fp32: rows of 16-byte pieces that change places against bank conflicts. bf16: rows padded by 16 bytes, first
 // the even ones, then the odd ones, as load_matrix4 wants them.
 constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0), STAGE_BYTES = 16 * ROW_BYTES;
-constexpr int U_PITCH = 16 * (int)sizeof(log_t), SIDE_BYTES = LOG_ROWS * U_PITCH;  // u of the log for a warp's tile
 constexpr int T_PITCH = BLOCK * 16, T_BYTES = BLOCK / 8 * T_PITCH, T_PARTS = 3;
 constexpr int SCRATCH_PITCH = BLOCK + 8;                                           // floats of a row of L where T will be
 static_assert(BLOCK * SCRATCH_PITCH * 4 <= T_PARTS * T_BYTES, "scratch");
@@ -60,9 +65,7 @@ constexpr int L_BYTES = BLOCKS > 1 ? BLOCK * BLOCK * 2 : 0;                     
 DEVICE constexpr int c_pitch(int block) { return (ROWS - block * BLOCK) * 16; }
 DEVICE constexpr int c_bytes(int block) { return BLOCK / 8 * c_pitch(block); }     // one part of C of a block's columns
 
-// Weights of the log take the place of its keys: a request that sees its log does not fold it.
-constexpr int LOG_AT = KEY_BYTES, W_AT = LOG_AT, STAGES_AT = LOG_AT + (LOG_BYTES > 2 * W_BYTES ? LOG_BYTES : 2 * W_BYTES);
-constexpr int SIDES_AT = STAGES_AT + 4 * STAGE_BYTES, T_AT = SIDES_AT + 4 * SIDE_BYTES;
+constexpr int LOG_AT = KEY_BYTES, W_AT = LOG_AT + LOG_BYTES, STAGES_AT = W_AT + 2 * W_BYTES, T_AT = STAGES_AT + 4 * STAGE_BYTES;
 constexpr int L_AT = T_AT + BLOCKS * T_PARTS * T_BYTES, C_AT = L_AT + L_PARTS * L_BYTES;
 constexpr int SMALL_AT = C_AT + 2 * (c_bytes(0) + (BLOCKS > 1 ? c_bytes(BLOCKS - 1) : 0));
 DEVICE constexpr int c_at(int block) { return C_AT + (block ? 2 * c_bytes(0) : 0); }
@@ -73,16 +76,20 @@ typedef u64 mask_t;
 typedef u32 mask_t;
 #endif
 
+struct HeadRows {
+  double g[16 + ROWS];  // log decay of each row of the system, log rows first
+  float2 G[16 + ROWS];  // its sum from the base over log 2, as a sum of two floats
+  float2 in[ROWS];      // beta, beta e^G / |k|
+  float out[ROWS];      // e^G DIM^-0.5 / |q|
+  float beta[ROWS];
+  float fold[16 + 4];   // e^{G_h - G_j} for a flush, then e^{G_h}
+};
+
 struct Small {
   mask_t mask[ROWS];
-  double g[16 + ROWS];        // log decay of each row of the system, log rows first
-  float2 G[16 + ROWS];        // its sum from the base over log 2, as a sum of two floats
-  float2 in[ROWS];            // beta, beta e^G / |k|
   float scale[COLUMNS + 16];  // 1 / |k|, DIM^-0.5 / |q|, then 1 / |k| of the log
-  float beta[ROWS];
-  float out[ROWS];            // e^G DIM^-0.5 / |q|
   int record[ROWS];           // record row of a tree row
-  float fold[16 + 4];         // e^{G_h - G_j} for a flush, then e^{G_h}
+  HeadRows head[HEADS];
 };
 #ifdef EXPECTED_SHARED_BYTES
 static_assert(SMALL_AT + sizeof(Small) == EXPECTED_SHARED_BYTES, "WidePlan.shared_bytes");
@@ -173,8 +180,6 @@ DEVICE void copy_async16_or_zero(u32 shared, const void* global, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(there ? 16 : 0)
                : "memory");
 }
-
-DEVICE int u_place(int r, int p) { return r * U_PITCH + ((LOG_BF16 ? p : p ^ (r >> 1 & 3)) << 4); }
 
 DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
   constexpr int PIECES = DIM * (int)sizeof(state_t) / 16;  // of a row
@@ -287,8 +292,8 @@ DEVICE void make_inverses(u8* memory, int thread, Other otherwise) {
   }
 }
 
-// grid: (value heads of a key head x shares of their value rows, key heads, requests). Offsets are 32-bit numbers of bytes
-// from the start of an array, the state's apart; the host checks that they hold.
+// grid: (CTAs of a key head, key heads, requests). Offsets are 32-bit numbers of bytes from the start of an array, the
+// state's apart; the host checks that they hold.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_pitch, int k_pitch,
             int v_pitch, const void* __restrict__ a, const void* __restrict__ b, int gates_bf16,
@@ -298,12 +303,12 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
             u16* __restrict__ output, int rows, int key_heads, int value_heads, int capacity, int reserve, float norm_eps) {
   const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int g = lane >> 2, t = lane & 3;
-  const int group = gridDim.x / SHARES, share = blockIdx.x % SHARES;
-  const int value_head = key_head * group + blockIdx.x / SHARES;
+  const int share = blockIdx.x % SHARES;
+  const int first_head = (key_head * (gridDim.x / SHARES) + blockIdx.x / SHARES) * HEADS;
 
   extern __shared__ __align__(128) u8 memory[];
   const u32 keys = shared_address(memory), log_keys = keys + LOG_AT;
-  const u32 stage = keys + STAGES_AT + warp * STAGE_BYTES, side = keys + SIDES_AT + warp * SIDE_BYTES;
+  const u32 stage = keys + STAGES_AT + warp * STAGE_BYTES;
   u8* own_stage = memory + STAGES_AT + warp * STAGE_BYTES;
   Small& small = *(Small*)(memory + SMALL_AT);
 
@@ -315,16 +320,22 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     length = min(log_length[request], LOG_ROWS);
     if (lane < min(record_rows, LOG_ROWS)) log_record = row_list[record_base + lane];
   }
-  // Threads stand for rows of the system: the log's, then the tree's.
-  const int my_row = tid - LOG_ROWS;
+  auto head_of = [&](int item) { return (tid + item * THREADS) / PLACES; };  // counted from the CTA's first
+  const int my_row = tid % PLACES - LOG_ROWS;                                // the same of all items
   const bool is_tree = my_row >= 0 && my_row < rows;
   mask_t mask = 0;
-  float my_a = 0.f, my_b = 0.f, my_A = 0.f, my_bias = 0.f;
+  u32 my_a[ITEMS] = {}, my_b[ITEMS] = {};
+  float my_A[ITEMS] = {}, my_bias[ITEMS] = {};
   if (is_tree) {
-    const u32 index = (first_token + my_row) * value_heads + value_head;
     mask = (mask_t)masks[(u32)request * mask_pitch + my_row];
-    my_a = load_gate(a, index, gates_bf16), my_b = load_gate(b, index, gates_bf16);
-    my_A = A_log[value_head], my_bias = dt_bias[value_head];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+      if (head_of(i) < HEADS) {
+        const int value_head = first_head + head_of(i);
+        const u32 index = (first_token + my_row) * value_heads + value_head;
+        my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
+        my_A[i] = A_log[value_head], my_bias[i] = dt_bias[value_head];
+      }
   }
   const int chunk = tid % CHUNKS;
   const u32 of_key = key_head * DIM * 2 + chunk * 16;
@@ -345,12 +356,10 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
   const u32 record_bytes = value_heads * DIM * (u32)sizeof(log_t);  // u of one row
   const u32 key_bytes = key_heads * DIM * 2;
-  u32 value = value_head * DIM + share * (DIM / SHARES) + warp * 16;  // this warp's first value row, of all heads
+  u32 value = first_head * DIM + share * (DIM / SHARES) + warp * 16;  // this warp's first value row, of all heads
   state_t* tile = state + ((i64)slot * value_heads * DIM + value) * DIM;
-  constexpr int U_PIECES = (int)sizeof(log_t), U_COPIES = LOG_BLOCKS ? U_PIECES / 2 : 1;  // pieces of a row; copies of a lane
-  u32 u_from[U_COPIES] = {};
   int tree_record = my_row;
-  float log_g = 0.f;
+  float log_g[ITEMS] = {};
   if (LOG_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < LOG_ROWS / ROWS_AT_ONCE; i++) {
@@ -358,42 +367,49 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       copy_async16_or_zero(log_keys + chunk * LOG_PITCH + r * 16,
                            (const u8*)k_records + ((record_base + from) * key_bytes + of_key), r < length);
     }
-    if (tid < length) log_g = g_records[(record_base + log_record) * value_heads + value_head];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+      if (my_row < 0 && my_row + LOG_ROWS < length && head_of(i) < HEADS)
+        log_g[i] = g_records[(record_base + log_record) * value_heads + first_head + head_of(i)];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
   }
   copy_commit();
   copy_tile(stage, tile, lane);
-  auto copy_side = [&] {  // u of the log; rows that are not there stand for the first: their factors are zero
-    if (LOG_BLOCKS && length > 0) {
-#pragma unroll
-      for (int i = 0; i < U_COPIES; i++) {
-        const int r = (lane + 32 * i) / U_PIECES, p = lane % U_PIECES;
-        copy_async16(side + u_place(r, p), (const u8*)u_records + u_from[i]);
-        u_from[i] += 64 * (u32)sizeof(log_t);
-      }
-    }
-  };
-  if (LOG_BLOCKS) {
-#pragma unroll
-    for (int i = 0; i < U_COPIES; i++) {
-      const int r = (lane + 32 * i) / U_PIECES;
-      u_from[i] = (record_base + __shfl_sync(0xffffffffu, log_record, r < length ? r : 0)) * record_bytes +
-                  value * (u32)sizeof(log_t) + lane % U_PIECES * 16;
-    }
-  }
-  copy_side();
   copy_commit();
   {
-    constexpr int LINES = DIM / 64;  // 128-byte lines of one value row of v
-    if (tid < rows * LINES)
-      prefetch((const u8*)v + (first_token + tid / LINES) * (2 * v_pitch) + value_head * DIM * 2 + tid % LINES * 128);
+    constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
+    for (int x = tid; x < rows * LINES; x += THREADS)
+      prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
+  }
+  u32 u_from[4] = {};  // where u of log rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9 starts; of the first where there is no such row
+  if (LOG_BLOCKS && length > 0) {
+    constexpr int LINES = HEADS * DIM * (int)sizeof(log_t) / 128;
+#pragma unroll
+    for (int first = 0; first < LOG_ROWS * LINES; first += THREADS) {
+      const int r = (first + tid) / LINES, from = __shfl_sync(0xffffffffu, log_record, r & 15);
+      if (r < length)
+        prefetch((const u8*)u_records + (record_base + from) * record_bytes + first_head * DIM * (u32)sizeof(log_t) +
+                 tid % LINES * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = 2 * t + (i & 1) + 8 * (i >> 1);
+      u_from[i] = (record_base + __shfl_sync(0xffffffffu, log_record, r < length ? r : 0)) * record_bytes;
+    }
   }
 
   // ---- gates; when the keys are there, norms and the decays along the paths ----
-  const float beta = is_tree ? sigmoid(my_b) : 0.f, own_decay = is_tree ? log_decay(my_a, my_A, my_bias) : log_g;
-  if (tid < SYSTEM) small.g[tid] = own_decay;
-  if (my_row >= 0 && my_row < ROWS) small.beta[my_row] = beta, small.mask[my_row] = mask, small.record[my_row] = tree_record;
-  if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + value_head] = own_decay;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    if (my_row >= ROWS || head_of(i) >= HEADS) continue;
+    HeadRows& head = small.head[head_of(i)];
+    const float own_decay = is_tree ? log_decay(gate_value(my_a[i], gates_bf16), my_A[i], my_bias[i]) : log_g[i];
+    head.g[16 - LOG_ROWS + tid % PLACES] = own_decay;
+    if (my_row < 0) continue;
+    head.beta[my_row] = is_tree ? sigmoid(gate_value(my_b[i], gates_bf16)) : 0.f;
+    if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
+    if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
+  }
   copy_wait<1>();
   publish_to_products();
   __syncthreads();
@@ -404,53 +420,80 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + part * KEY_PITCH + r * 16, KEY_PITCH));
     if (tid % SHARERS == 0) small.scale[r] = factor * rsqrtf(norm + norm_eps);
   }
-  double of_log = 0.0;  // sum of the log's decays up to this lane's row, of all if the lane stands for none
   if (LOG_BLOCKS) {
     constexpr int SHARERS = THREADS / 16;
     const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
     const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + LOG_AT + part * LOG_PITCH + r * 16, LOG_PITCH));
     if (tid % SHARERS == 0) small.scale[COLUMNS + r] = rsqrtf(norm + norm_eps);
-    of_log = small.g[lane & 15];
+  }
+  auto rows_of = [&](int item) -> HeadRows& { return small.head[head_of(item) < HEADS ? head_of(item) : 0]; };
+  double G[ITEMS];
 #pragma unroll
-    for (int step = 1; step < 16; step *= 2) {
-      const double before = __shfl_up_sync(0xffffffffu, of_log, step, 16);
-      if ((lane & 15) >= step) of_log += before;
-    }
-    const double whole = __shfl_sync(0xffffffffu, of_log, 15);
-    if (my_row >= 0) of_log = flush ? 0.0 : whole;
-    else if (flush) {
-      small.fold[tid] = tid < length ? __expf((float)(whole - of_log)) : 0.f;
-      if (tid == 0) small.fold[16] = exp_near_one((float)whole);
+  for (int i = 0; i < ITEMS; i++) {
+    HeadRows& head = rows_of(i);
+    G[i] = 0.0;  // sum of the log's decays up to this lane's row, of all if the lane stands for none
+    if (LOG_BLOCKS) {
+      G[i] = head.g[lane & 15];
+#pragma unroll
+      for (int step = 1; step < 16; step *= 2) {
+        const double before = __shfl_up_sync(0xffffffffu, G[i], step, 16);
+        if ((lane & 15) >= step) G[i] += before;
+      }
+      const double whole = __shfl_sync(0xffffffffu, G[i], 15);
+      if (my_row >= 0) G[i] = flush ? 0.0 : whole;
+      else if (flush && head_of(i) < HEADS) {
+        head.fold[lane] = lane < length ? __expf((float)(whole - G[i])) : 0.f;
+        if (lane == 0) head.fold[16] = exp_near_one((float)whole);
+      }
     }
   }
-  double G = of_log;
-  if (tid < SYSTEM) {
-    if (my_row >= 0) {
-      double part[4] = {};
+  for (u64 left = mask; left; left &= left - 1) {
+    const int row = __ffsll(left) - 1;
 #pragma unroll
-      for (int i = 0; i < ROWS; i++)
-        if (mask >> i & 1) part[i % 4] += small.g[LOG_ROWS + i];
-      G += (part[0] + part[1]) + (part[2] + part[3]);
-    }
-    const double scaled = 1.4426950408889634 * G;  // for powers of two
+    for (int i = 0; i < ITEMS; i++) G[i] += rows_of(i).g[16 + row];
+  }
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    if (my_row >= ROWS || head_of(i) >= HEADS) continue;
+    const double scaled = 1.4426950408889634 * G[i];  // for powers of two
     const float first = (float)scaled;
-    small.G[tid] = make_float2(first, (float)(scaled - first));
+    rows_of(i).G[16 - LOG_ROWS + tid % PLACES] = make_float2(first, (float)(scaled - first));
   }
   __syncthreads();
-  if (tid < SYSTEM && my_row >= 0) {  // the barriers of the small matrices publish it
-    const float from_base = exp_near_one((float)G);
-    small.in[my_row] = make_float2(beta, beta * from_base * small.scale[my_row]);
-    small.out[my_row] = from_base * small.scale[ROWS + my_row];
-  }
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++)
+    if (my_row >= 0 && my_row < ROWS && head_of(i) < HEADS) {  // the barriers of the small matrices publish it
+      HeadRows& head = small.head[head_of(i)];
+      const float from_base = exp_near_one((float)G[i]), beta = head.beta[my_row];
+      head.in[my_row] = make_float2(beta, beta * from_base * small.scale[my_row]);
+      head.out[my_row] = from_base * small.scale[ROWS + my_row];
+    }
 
   // ---- tiles of 64 value rows ----
-  for (int n = 0; n < TILES_OF_CTA; n++) {
+#pragma unroll 1
+  for (int n = 0; n < HEADS * TILES; n++) {
+    const HeadRows& head = small.head[n / TILES];
+    const bool first_of_head = n % TILES == 0;
     const u32 base = keys >> 4, v_row = anew(2 * v_pitch), out_row = anew(2 * value_heads * DIM);
     const u32 my_value = value + 2 * g;
-    auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9
-      const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
-      return load_u((const log_t*)(memory + SIDES_AT + warp * SIDE_BYTES + u_place(r, byte >> 4) + (byte & 15)));
-    };
+    // v of the tree rows and u of log rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which are in the L2 cache by now.
+    u32 values[ROWS / 8][2];
+    float2 logged[4];
+    {
+      const u8* from = (const u8*)v + (first_token + 2 * t) * v_row + 2 * my_value;
+#pragma unroll
+      for (int i = 0; i < ROWS / 8; i++, from += 8 * (u64)v_row)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          values[i][e] = 0;
+          if (8 * i + 2 * t + e < rows) values[i][e] = *(const u32*)(from + e * v_row);
+        }
+    }
+    if (LOG_BLOCKS && length > 0) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        logged[i] = load_u((const log_t*)((const u8*)u_records + (u_from[i] + my_value * (u32)sizeof(log_t))));
+    }
     u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];  // the tile as first operands
     copy_wait_all();
     __syncwarp();
@@ -476,12 +519,12 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     } else {
       // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
       u32 part[3][4];
-      const float whole = small.fold[16];
+      const float whole = head.fold[16];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int r = 2 * t + 8 * i;
-        const float wx = small.fold[r] * small.scale[COLUMNS + r], wy = small.fold[r + 1] * small.scale[COLUMNS + r + 1];
-        const float2 x = logged(2 * i), y = logged(2 * i + 1);
+        const float wx = head.fold[r] * small.scale[COLUMNS + r], wy = head.fold[r + 1] * small.scale[COLUMNS + r + 1];
+        const float2 x = logged[2 * i], y = logged[2 * i + 1];
         split3(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
         split3(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
@@ -533,18 +576,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     tile += 64 * DIM;
     __syncwarp();  // every lane has read the tile
-    if (n + 1 < TILES_OF_CTA) copy_tile(stage, tile, lane);
-    u32 values[ROWS / 8][2];
-    {
-      const u8* from = (const u8*)v + (first_token + 2 * t) * v_row + 2 * my_value;
-#pragma unroll
-      for (int i = 0; i < ROWS / 8; i++, from += 8 * (u64)v_row)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          values[i][e] = 0;
-          if (8 * i + 2 * t + e < rows) values[i][e] = *(const u32*)(from + e * v_row);
-        }
-    }
+    if (n + 1 < HEADS * TILES) copy_tile(stage, tile, lane);
+    copy_commit();
     float u[BLOCKS][BLOCK / 2], o[BLOCKS][BLOCK / 2];  // S k and S q at first; 4 numbers for 8 tree rows
     warpgroup_begin();
 #pragma unroll
@@ -572,7 +605,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     };
     wait();
 
-    if (n == 0) {
+    if (first_of_head) {
       // ---- small matrices: Grams of [keys; queries] with the keys of the log and of the tree ----
       const u32 thread = anew(tid), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
       constexpr bool BOTH = ROWS == 64;  // a warp has keys and queries of its 16 rows, else one of them
@@ -597,7 +630,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         name_results(gram[kind]);
         if (LOG_BLOCKS) name_results(log_gram[kind]);
       }
-      if (LOG_BLOCKS) __syncthreads();  // the weights of the log take the place of its keys
+      if (n > 0) __syncthreads();  // all warps have done with the matrices of the head before
       const int first_row = warp * 16 % ROWS;
       const bool is_query = warp * 16 >= ROWS;
       if (BOTH || warp * 16 < COLUMNS) {
@@ -607,14 +640,14 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int row = first_row + g + 8 * e;
-          row_G[e] = small.G[LOG_ROWS + row];
-          factor[e][0] = small.beta[row] * small.scale[row], factor[e][1] = small.scale[ROWS + row];
+          row_G[e] = head.G[16 + row];
+          factor[e][0] = head.beta[row] * small.scale[row], factor[e][1] = small.scale[ROWS + row];
           seen[e] = small.mask[row] >> (2 * t);
         }
         // Decays from two columns of the system to two rows, over the columns' |k|; without meaning where a row does not see
         // a column.
         auto decayed = [&](int column, int scale, float (&w)[2][2]) {
-          const float4 G = *(const float4*)&small.G[column];
+          const float4 G = *(const float4*)&head.G[column];
           const float2 key = *(const float2*)&small.scale[scale];
 #pragma unroll
           for (int e = 0; e < 2; e++) {
@@ -649,7 +682,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
           for (int half = 0; half < 2; half++) {
             const int i = 2 * other + half, column = 8 * i + 2 * t;
             float w[2][2] = {};
-            if (below) decayed(LOG_ROWS + column, column, w);
+            if (below) decayed(16 + column, column, w);
 #pragma unroll
             for (int kind = 0; kind < (BOTH ? 2 : 1); kind++)
 #pragma unroll
@@ -682,7 +715,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       __syncthreads();
       make_inverses(memory, thread, [&](int first, int count) {
         // Records of the keys; what they overwrite is no log row of this launch.
-        if (blockIdx.x == 0) {
+        if (blockIdx.x == 0 && n == 0) {
           for (int row = (thread - first) / CHUNKS; row < rows; row += count / CHUNKS)
             *(uint4*)((u8*)k_records + ((record_base + small.record[row]) * key_bytes + of_key)) =
                 *(const uint4*)(memory + chunk * KEY_PITCH + row * 16);
@@ -695,8 +728,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     // ---- right-hand sides and what S gives the outputs ----
 #pragma unroll
     for (int i = 0; i < ROWS / 8; i++) {
-      const float4 in = *(const float4*)&small.in[8 * i + 2 * t];
-      const float2 out = *(const float2*)&small.out[8 * i + 2 * t];
+      const float4 in = *(const float4*)&head.in[8 * i + 2 * t];
+      const float2 out = *(const float2*)&head.out[8 * i + 2 * t];
       float* x = u[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
       float* y = o[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
       x[0] = fmaf(in.x, low_half(values[i][0]), -in.y * x[0]);
@@ -710,7 +743,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       u32 log_hi[4], log_mid[4], log_lo[4];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float2 x = logged(2 * i), y = logged(2 * i + 1);
+        const float2 x = logged[2 * i], y = logged[2 * i + 1];
         split3(x.x, y.x, log_hi[2 * i], log_mid[2 * i], log_lo[2 * i]);
         split3(x.y, y.y, log_hi[2 * i + 1], log_mid[2 * i + 1], log_lo[2 * i + 1]);
       }
@@ -729,11 +762,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       }
       warpgroup_commit();
       wait();
-    }
-    __syncwarp();  // every lane has read u of the log
-    if (n + 1 < TILES_OF_CTA) {
-      copy_side();
-      copy_commit();
     }
     // ---- solve block by block, outputs on the way ----
 #pragma unroll
