@@ -167,8 +167,14 @@ DEVICE float sum_of_squares(uint4 w) {
 
 // ---- gates ----
 
-DEVICE float load_gate(const void* gates, i64 index, int gates_bf16) {
-  return gates_bf16 ? bf16_to_float(((const u16*)gates)[index]) : ((const float*)gates)[index];
+// A gate as it is stored. A load is waited for where its result is first used, conversion included: what has other loads to
+// start keeps the bits until then.
+DEVICE u32 load_gate(const void* gates, i64 index, int gates_bf16) {
+  return gates_bf16 ? ((const u16*)gates)[index] : ((const u32*)gates)[index];
+}
+DEVICE float gate_value(u32 bits, int gates_bf16) {
+  asm volatile("" : "+r"(bits));  // not before this place
+  return __uint_as_float(gates_bf16 ? bits << 16 : bits);
 }
 
 // e^x, rounded to nearest where it is close to 1: what multiplies a state every step must not be off to one side.

@@ -150,7 +150,8 @@ DEVICE float decay_between(float G, float G_rest, const Column& column) {
 
 // Inputs of one value head that belong to a lane's row; lanes 0-15 stand for the rows of the log, 16-31 for the tree's.
 struct Gates {
-  float a, b, A_log, dt_bias, log_decay;
+  u32 a, b;  // as they are stored
+  float A_log, dt_bias, log_decay;
 };
 
 // grid: (CTAs of a key head, key heads, requests)
@@ -283,8 +284,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   float beta, own_decay;
   double G;
   auto add_decays = [&](const Gates& x) {
-    beta = is_tree ? sigmoid(x.b) : 0.f;
-    own_decay = is_tree ? log_decay(x.a, x.A_log, x.dt_bias) : x.log_decay;
+    beta = is_tree ? sigmoid(gate_value(x.b, gates_bf16)) : 0.f;
+    own_decay = is_tree ? log_decay(gate_value(x.a, gates_bf16), x.A_log, x.dt_bias) : x.log_decay;
     G = own_decay;
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
     int up = is_tree ? (above ? 16 + 31 - __clz(above) : flush ? -1 : length - 1) : lane < length ? lane - 1 : -1;

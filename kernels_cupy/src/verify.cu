@@ -188,7 +188,8 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   }
   u64 my_mask = 0;
   if (tid >= LOG_ROWS && tid - LOG_ROWS < rows) my_mask = masks[(i64)request * mask_pitch + tid - LOG_ROWS];
-  float my_a = 0.f, my_b = 0.f, my_A = 0.f, my_bias = 0.f;  // gates of the first head and row of this thread
+  u32 my_a = 0, my_b = 0;
+  float my_A = 0.f, my_bias = 0.f;  // gates of the first head and row of this thread
   if (tid < heads_per_cta * ROWS && tid % ROWS < rows) {
     const int value_head = first_head + tid / ROWS;
     const i64 index = (first_token + tid % ROWS) * value_heads + value_head;
@@ -258,8 +259,8 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
         my_a = load_gate(a, index, gates_bf16), my_b = load_gate(b, index, gates_bf16);
         my_A = A_log[value_head], my_bias = dt_bias[value_head];
       }
-      decay = log_decay(my_a, my_A, my_bias);
-      beta = sigmoid(my_b);
+      decay = log_decay(gate_value(my_a, gates_bf16), my_A, my_bias);
+      beta = sigmoid(gate_value(my_b, gates_bf16));
     }
     heads[h].beta[row] = beta;
     heads[h].g[LOG_ROWS + row] = decay;

@@ -324,7 +324,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   const int my_row = tid % PLACES - LOG_ROWS;                                // the same of all items
   const bool is_tree = my_row >= 0 && my_row < rows;
   mask_t mask = 0;
-  float my_a[ITEMS] = {}, my_b[ITEMS] = {};
+  u32 my_a[ITEMS] = {}, my_b[ITEMS] = {};
   float my_A[ITEMS] = {}, my_bias[ITEMS] = {};
   if (is_tree) {
     mask = (mask_t)masks[(u32)request * mask_pitch + my_row];
@@ -403,10 +403,10 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   for (int i = 0; i < ITEMS; i++) {
     if (my_row >= ROWS || head_of(i) >= HEADS) continue;
     HeadRows& head = small.head[head_of(i)];
-    const float own_decay = is_tree ? log_decay(my_a[i], my_A[i], my_bias[i]) : log_g[i];
+    const float own_decay = is_tree ? log_decay(gate_value(my_a[i], gates_bf16), my_A[i], my_bias[i]) : log_g[i];
     head.g[16 - LOG_ROWS + tid % PLACES] = own_decay;
     if (my_row < 0) continue;
-    head.beta[my_row] = is_tree ? sigmoid(my_b[i]) : 0.f;
+    head.beta[my_row] = is_tree ? sigmoid(gate_value(my_b[i], gates_bf16)) : 0.f;
     if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
     if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
   }
