@@ -40,10 +40,7 @@ ARCHITECTURES = {"wide.cu": "sm_90a"}
 
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
-    *(f"src/{name}" for name in (
-        "commit.cu", "common.cuh", "cursors.cu", "serial.cu", "stream.cu", "stream_matrices.cuh", "verify.cu",
-        "wide.cu",
-    )),
+    *(f"src/{name}.cu" for name in ("commit", "cursors", "serial", "stream", "verify", "wide")), "src/common.cuh",
     "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py", "wide_plans.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.

@@ -167,12 +167,10 @@ class StreamPlan(VerifyPlan):
     tiles_per_warp: int = 1
     stages: int = 1
     resident_warps: int = 16
-    matrices_first: bool = False
 
     @property
     def name(self) -> str:
-        cut = f"stream-w{self.warps}-t{self.tiles_per_warp}-s{self.stages}-r{self.resident_warps}"
-        return cut + ("-m" if self.matrices_first else "")
+        return f"stream-w{self.warps}-t{self.tiles_per_warp}-s{self.stages}-r{self.resident_warps}"
 
     @property
     def groups(self) -> int:
@@ -185,9 +183,8 @@ class StreamPlan(VerifyPlan):
 
     @property
     def warp_bytes(self) -> int:
-        """A warp's own: state tiles (bf16 rows are padded), two places of v and of the log's u."""
-        head_dim = self.problem.heads.key_dim
-        tile = 16 * (4 * head_dim if self.problem.state_bytes == 4 else 2 * head_dim + 16)
+        """A warp's own: state tiles, and places of v and of the log's u for a tile."""
+        tile = 16 * self.problem.heads.key_dim * self.problem.state_bytes
         side = 128 * self.groups + 16 * self.problem.log_blocks * (32 if self.problem.log_bf16 else 64)
         return self.stages * tile + max(self.stages, 2) * side
 
@@ -203,18 +200,18 @@ class StreamPlan(VerifyPlan):
             "GROUPS": self.groups, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
             "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": max(self.resident_warps // self.warps, 1),
-            "MATRICES_FIRST": int(self.matrices_first),
         }  # fmt: skip
 
     @property
     def shared_bytes(self) -> int:
-        """The layout of `stream.cu`: keys and queries, keys of the log, `Shared`, `Head` of each value head, tiles."""
+        """The layout of `stream.cu`: tiles of each warp, keys, `Scales`, `Head` of each value head, weights of a fold."""
         rows, head_dim = 4 * self.groups, self.problem.heads.key_dim
         log_rows = 16 * self.problem.log_blocks
         keys = (2 * rows + log_rows) * head_dim * 2 + 8 * rows + 64
         blocks = 6 if self.groups == 4 else self.groups
-        head = 16 * rows + 512 * blocks + 8 * rows * rows + (512 * self.groups + 80 if log_rows else 0)
-        return keys + self.heads_per_cta * head + self.warps * self.warp_bytes
+        head = 16 * rows + 512 * blocks + 8 * rows * rows + (512 * self.groups if log_rows else 0)
+        fold = 80 if log_rows else 0
+        return self.warps * (self.warp_bytes + fold) + keys + self.heads_per_cta * head
 
     @property
     def ctas_per_request(self) -> int:
@@ -257,8 +254,6 @@ STREAM_CUTS = (
     (2, 4, 1, 16), (2, 4, 1, 12), (2, 2, 1, 16), (4, 2, 1, 16), (4, 2, 1, 12), (4, 1, 1, 16), (4, 1, 1, 12),
     (2, 1, 1, 12), (8, 1, 1, 8),
 )  # fmt: skip
-#: Those that have also won with all small matrices made before the first product.
-MATRICES_FIRST_CUTS = ((4, 4, 1, 16), (4, 4, 1, 12), (4, 4, 2, 12))
 
 
 def stream_plans(problem: Problem) -> list[StreamPlan]:
@@ -271,12 +266,13 @@ def stream_plans(problem: Problem) -> list[StreamPlan]:
         return []
     head_tiles = problem.heads.key_dim // 16
     plans = []
-    cuts = [(*cut, False) for cut in STREAM_CUTS] + [(*cut, True) for cut in MATRICES_FIRST_CUTS]
-    for warps, tiles, stages, resident, first in cuts:
+    for warps, tiles, *rest in STREAM_CUTS:
         tiles = min(tiles, head_tiles)
         whole = warps * tiles % head_tiles == 0 or head_tiles % (warps * tiles) == 0
-        plan = StreamPlan(problem, warps, tiles, stages, resident, first)
-        if whole and problem.group * head_tiles % (warps * tiles) == 0 and plan.fits and plan not in plans:
+        plan = StreamPlan(problem, warps, tiles, *rest)
+        barriers = plan.heads_per_cta if tiles < head_tiles else 0  # the kernel has names for two
+        divides = whole and problem.group * head_tiles % (warps * tiles) == 0 and barriers <= 2
+        if divides and plan.fits and plan not in plans:
             plans.append(plan)
     return plans
 

@@ -1,4 +1,4 @@
-"""How `wide.cu` cuts a verification: a warpgroup per value head and request, or per share of the head's value rows."""
+"""How `wide.cu` cuts a verification: a CTA of one warpgroup takes some value heads of a key head, or a share of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MULTIPROCESSOR_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
 
 @dataclass(frozen=True, slots=True)
 class WidePlan(VerifyPlan):
-    """`wide.cu`: `value_shares` CTAs of one warpgroup divide the value rows of a head."""
+    """`wide.cu`: a CTA takes `heads_per_cta` value heads one by one, or `value_shares` CTAs divide one head."""
 
     file: ClassVar[str] = "wide.cu"
     kernel: ClassVar[str] = "verify_wide"
@@ -50,7 +50,7 @@ class WidePlan(VerifyPlan):
 
     @property
     def shared_bytes(self) -> int:
-        """The layout of `wide.cu`: keys and queries, keys of the log, tiles, u of the log, T, L, C, `Small`."""
+        """The layout of `wide.cu`: keys and queries, the log's keys and weights, tiles, T, L and C, `Small`."""
         problem, rows, head_dim = self.problem, self.rows, self.problem.heads.key_dim
         log_rows, block = 16 * problem.log_blocks, min(rows, 32)
         keys = head_dim // 8 * (32 * rows + 16)
@@ -58,7 +58,7 @@ class WidePlan(VerifyPlan):
         log = head_dim // 8 * 272 + 128 * rows if log_rows else 0
         inverse = 6 * block * rows
         weights = 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
-        small = (16 if rows > 32 else 12) * rows + 8 * rows + 64 - 4 * rows
+        small = (20 if rows > 32 else 16) * rows + 64
         head = 16 * (rows + 16) + 16 * rows + 80
         return keys + log + 4 * tile + inverse + weights + small + self.heads_per_cta * head
 
@@ -75,7 +75,7 @@ class WidePlan(VerifyPlan):
         return ()
 
     def grid(self, batch: int) -> tuple[int, ...]:
-        """A CTA per share of a value head and request."""
+        """A CTA per share of a key head's value heads and request."""
         return self.problem.group * self.value_shares // self.heads_per_cta, self.problem.heads.key_heads, batch
 
     @property

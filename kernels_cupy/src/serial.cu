@@ -99,8 +99,9 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
                     norm_eps);
     const uint2 w = *(const uint2*)(v + token * v_pitch + value_head * DIM + value);
     const float values[4] = {low_half(w.x), high_half(w.x), low_half(w.y), high_half(w.y)};
-    const float decay = exp_near_one(log_decay(gate_value(load_gate(a, token * value_heads + value_head, gates_bf16), gates_bf16), A, bias));
-    const float beta = sigmoid(gate_value(load_gate(b, token * value_heads + value_head, gates_bf16), gates_bf16));
+    const i64 gate = token * value_heads + value_head;
+    const float decay = exp_near_one(log_decay(gate_value(load_gate(a, gate, gates_bf16), gates_bf16), A, bias));
+    const float beta = sigmoid(gate_value(load_gate(b, gate, gates_bf16), gates_bf16));
     float out[ROWS_PER_LANE];
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++) {

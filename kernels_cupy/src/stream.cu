@@ -1,16 +1,14 @@
 // Tree verification of at most 16 rows over a dense state and a log of at most 16 committed rows: warps that stream.
 //
 // Computes what verify.cu computes (the equations are there), for the trees that most requests have. The warps of a CTA
-// place keys and queries of a key head in shared memory together and divide the small matrices of its value heads: one
-// task per head and kind (tree, log). Each streams tiles of 16 value rows x DIM keys of one head's S through two matrix
-// products, and waits for no other warp beyond those two steps.
+// place keys and queries in shared memory together; each then streams tiles of 16 value rows x DIM keys of one head's S
+// through two matrix products. The warps of a value head share its small matrices and otherwise wait for no one.
 //
 // Columns. Tree rows stand in groups of four; group i fills one column block of 8 of the tensor core's products: column
 // 2 t is the key of row 4 i + t, column 2 t + 1 its query. So lane 4 g + t holds S k, S q, and later u and o, of row
 // 4 i + t for two value rows (2 g and 2 g + 1 of the tile), and never exchanges anything with other lanes.
 //
-// Small matrices (made by stream_matrices.cuh). With L, C as in verify.cu, T = (I + L)^-1 and
-// R = beta v - beta e^G S k - L_log u_log:
+// Small matrices. With L, C as in verify.cu, T = (I + L)^-1 and R = beta v - beta e^G S k - L_log u_log:
 //     [u; o] = [R; e^G S q + C_log u_log] + [T - I; C T] R
 // T is exact to float (a lane per column substitutes), its entries are at most 1 in size since the delta rule contracts.
 // The Gram matrix comes out of the tensor core in the place where the product with it wants its operand: entry [column
@@ -19,13 +17,14 @@
 // R of rows 8 p + t and 8 p + 4 + t is one 32-bit word of two bf16 in each of three parts: products of 8 k-slots need no
 // register to move.
 //
-// Shared memory: keys and queries of the rows, keys of the log, `Shared`, `Head` of each value head; then per warp STAGES
-// tiles and two places for what a tile takes of v and of the log's u.
-// Order. A warp multiplies its first tile, and asks for the next one, before it makes small matrices: only the second
-// product needs them. Where a request flushes, S changes before the first product, by weights that are made with the small
-// matrices: its CTAs make these first. With MATRICES_FIRST all CTAs do, in fewer registers; that is faster where many flush.
-// Pipeline. Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the
-// way the tile comes, since loads into registers are waited for at the end of the loop.
+// Shared memory: per warp STAGES tiles and at least two places for what a tile takes of v and of the log's u; then keys and
+// queries of the rows, keys of the log, `Scales`, `Head` of each value head, weights of a fold for each warp. Tiles come
+// first, for they must start at multiples of 128 bytes: asynchronous copies into lines that are cut in two made a step
+// with an fp32 state 13 % longer.
+// Order. All loads that need no other go first, then the tiles, then what needs the log's row list. A warp multiplies its
+// first tile, and asks for the next one, before it makes small matrices: they are then made in the shadow of that copy.
+// Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the way the
+// tile comes, since loads into registers are waited for at the end of the loop.
 // Occupancy: MIN_CTAS bounds the registers. 12 to 16 warps of a multiprocessor have 168 to 128 registers and 128 KiB of
 // tiles in flight; every one is at another point of its life. 16 rows with an fp32 state fit three CTAs of four warps.
 // Precision and traffic: as verify.cu. Nothing here needs an instruction newer than those of sm_80.
@@ -43,95 +42,85 @@
 #ifndef MIN_CTAS
 #define MIN_CTAS 1
 #endif
-#ifndef MATRICES_FIRST  // whether all CTAs make small matrices before their first product, or only those that flush
-#define MATRICES_FIRST 0
-#endif
-#ifndef STAGES  // 1 or 2
+#ifndef STAGES
 #define STAGES 1
 #endif
-static_assert(STAGES == 1 || STAGES == 2, "v and u of the log have two places");
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 4 * GROUPS, PAIRS = (GROUPS + 1) / 2, LOG_ROWS = 16;
 constexpr int TILES_PER_HEAD = DIM / 16;
-// A tile in shared memory. fp32: 16-byte pieces in the order of the lanes that copy and read them. bf16: rows padded by 16
-// bytes, first the even ones, then the odd ones, as load_matrix4 wants them.
-constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0);
+// A tile in shared memory, whose lines of 128 bytes an asynchronous copy of a warp fills four at a time. fp32: 16-byte pieces
+// in the order of the lanes that copy and read them. bf16: rows, first the even ones, then the odd ones, as load_matrix4
+// wants them; pieces change places with the row's number, against bank conflicts.
+constexpr int ROW_BYTES = DIM * (int)sizeof(state_t);
 constexpr int STAGE_BYTES = 16 * ROW_BYTES;
-// What a tile takes of v and of the log's u, 16 value rows wide, is read later than the tile. It has two places, so that
-// with one stage the next can be asked for as early as with two.
+// What a tile takes of v and of the log's u, 16 value rows wide, is read later than the tile. With one stage it has two
+// places, so that the next can be asked for with the tile.
 constexpr int U_PITCH = 16 * (int)sizeof(log_t);
 constexpr int U_OFFSET = 32 * ROWS, SIDE_BYTES = U_OFFSET + (LOG_BLOCKS ? LOG_ROWS * U_PITCH : 0);
-constexpr int WARP_BYTES = STAGES * STAGE_BYTES + 2 * SIDE_BYTES;
-constexpr bool KEEP = GROUPS == 1;                           // small matrices stay in registers
-constexpr bool CHAINS = GROUPS < 4;                           // room for a second chain of products
+constexpr int SIDES = STAGES > 1 ? STAGES : 2;
+constexpr int WARP_BYTES = STAGES * STAGE_BYTES + SIDES * SIDE_BYTES;
+static_assert(WARP_BYTES % 128 == 0, "asynchronous copies want whole lines");
+constexpr bool KEEP = GROUPS == 1 && WARPS * MIN_CTAS <= 20;  // small matrices stay in registers
+constexpr bool CHAINS = GROUPS < 4;  // room for a second chain of products
 constexpr int SHARERS = 32 / ROWS;                            // lanes that share a column of T
 constexpr int SHARE = ROWS > SHARERS ? ROWS / SHARERS : 1;    // rows of C T that each of them makes
 constexpr int BLOCKS_OF_TREE = GROUPS == 4 ? 6 : GROUPS;      // blocks of 4 columns x 8 rows on and below the diagonal
 DEVICE constexpr int tree_block(int i, int p) { return i < 2 ? i : 2 * i - 2 + p; }
 
-struct Shared {
-  float scale[2 * ROWS];  // 1 / |k| and DIM^-0.5 / |q| of each row, in the order of the columns
-  float log_scale[LOG_ROWS];
+struct Scales {
+  float tree[2 * ROWS];  // 1 / |k| and DIM^-0.5 / |q| of each row, in the order of the columns
+  float log[LOG_ROWS];   // 1 / |k|
 };
+constexpr int KEY_BYTES = (2 * ROWS + (LOG_BLOCKS ? LOG_ROWS : 0)) * DIM * 2;
 
 // What the tiles of one value head need. The B operands are stored lane by lane.
 struct Head {
-  float4 factor[ROWS];               // beta, -beta e^G / |k|, e^G DIM^-0.5 / |q|
+  float4 factor[ROWS];               // beta, -beta e^G / |k|, e^G DIM^-0.5 / |q|; where u goes, in bytes from the records
   uint4 tree[BLOCKS_OF_TREE][32];    // [T - I; C T]: hi, lo, least
 #if LOG_BLOCKS
   uint4 log[GROUPS][32];             // [L_log; C_log]: hi of log rows 2 t and 2 t + 1, hi of 2 t + 8 and 2 t + 9, lo of both
-  float fold[LOG_ROWS + 4];          // e^{G_h - G_j} / |k_j|, then e^{G_h}
 #endif
   float L[ROWS][ROWS], C[ROWS][ROWS];  // then T - I and C T
 };
 
 #ifdef EXPECTED_SMALL_BYTES
-static_assert((2 * ROWS + (LOG_BLOCKS ? LOG_ROWS : 0)) * DIM * 2 + sizeof(Shared) + sizeof(Head) == EXPECTED_SMALL_BYTES,
+static_assert(KEY_BYTES + sizeof(Scales) + sizeof(Head) + (LOG_BLOCKS ? 4 * WARPS * (LOG_ROWS + 4) : 0) == EXPECTED_SMALL_BYTES,
               "StreamPlan.shared_bytes");
 #endif
 
-// Where this lane's first 16 bytes of a tile are, in elements of a head, and where they go. The others follow at fixed
-// distances: pairs of rows of 64 bytes (fp32), or whole rows (bf16).
-DEVICE int piece_in_head(int lane) {
-#if STATE_BF16
-  return lane * 8;
-#else
-  return (lane >> 2) * 2 * DIM + (lane & 3) * 4;
-#endif
-}
-DEVICE int piece_in_stage(int lane) {
-#if STATE_BF16
-  const int chunk = lane % (DIM / 8), row = lane / (DIM / 8);
-  return ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + chunk * 16;
-#else
-  return lane * 16;
-#endif
-}
 constexpr int PIECES = DIM * (int)sizeof(state_t) / 32;  // of a lane
-DEVICE constexpr int next_in_head(int i) { return STATE_BF16 ? 256 * i : (i >> 1) * 16 + (i & 1) * DIM; }
-DEVICE constexpr int next_in_stage(int i) { return STATE_BF16 ? 128 / DIM * i * ROW_BYTES : 512 * i; }
+// Where the lane's i-th piece of a tile is, in elements, and where it goes. fp32: 64 bytes of every second row; bf16: whole
+// rows.
+DEVICE int place_in_tile(int i, int lane) {
+#if STATE_BF16
+  return 256 * i + 8 * lane;
+#else
+  return ((lane >> 2) * 2 + (i & 1)) * DIM + (i >> 1) * 16 + (lane & 3) * 4;
+#endif
+}
+DEVICE int place_in_stage(int i, int lane) {
+#if STATE_BF16
+  const int piece = lane % (DIM / 8), row = 256 / DIM * i + lane / (DIM / 8);
+  return ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + ((piece ^ (row >> 1)) << 4);
+#else
+  return 512 * i + 16 * lane;
+#endif
+}
 
 // Where 16-byte piece p of row r of u is: pieces of an fp32 row change places against bank conflicts.
 DEVICE int u_place(int r, int p) { return r * U_PITCH + ((LOG_BF16 ? p : p ^ (r >> 1 & 3)) << 4); }
 
-DEVICE void copy_tile(u32 stage, const state_t* piece) {
+DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) copy_async16(stage + next_in_stage(i), piece + next_in_head(i));
+  for (int i = 0; i < PIECES; i++) copy_async16(stage + place_in_stage(i, lane), tile + place_in_tile(i, lane));
 }
 
-// Eight columns of a key row, to shared memory and back: in their own order for a bf16 state.
+// Eight columns of a key row, to shared memory: in their own order for a bf16 state.
 DEVICE void place_row(u16* keys, int row, int column, uint4 words) {
 #if STATE_BF16
   *(uint4*)(keys + row * DIM + (column ^ ((row & 7) << 3))) = words;
 #else
   store_keys(keys, row, column, words);
-#endif
-}
-DEVICE uint4 row_piece(const u16* keys, int row, int column) {
-#if STATE_BF16
-  return *(const uint4*)(keys + row * DIM + (column ^ ((row & 7) << 3)));
-#else
-  return load_keys(keys, row, column);
 #endif
 }
 
@@ -150,9 +139,13 @@ DEVICE float decay_between(float G, float G_rest, const Column& column) {
 
 // Inputs of one value head that belong to a lane's row; lanes 0-15 stand for the rows of the log, 16-31 for the tree's.
 struct Gates {
-  u32 a, b;  // as they are stored
+  u32 a, b;
   float A_log, dt_bias, log_decay;
 };
+
+// A barrier of some warps. Its name is a constant, since a name in a register would take all sixteen for the CTA.
+template <int NAME>
+DEVICE void barrier(int threads) { asm volatile("bar.sync %0, %1;" ::"n"(NAME), "r"(threads) : "memory"); }
 
 // grid: (CTAs of a key head, key heads, requests)
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
@@ -165,43 +158,39 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
               int capacity, int reserve, float norm_eps) {
   const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int g = lane >> 2, t = lane & 3;
-  const int slot = slots[request];
-  int length = 0;
-  if (LOG_BLOCKS) length = min(log_length[request], LOG_ROWS);
+  const int row = lane - 16;  // lanes 0-15 stand for the rows of the log, lanes 16-31 for those of the tree
+  const bool is_tree = row >= 0 && row < rows, is_query = g & 1;
   const i64 record_base = (i64)request * record_rows;
   const int first_token = request * rows;
-
-  // ---- first wave of loads ----
-  const int row = lane - 16;
-  const bool is_tree = row >= 0 && row < rows;
-  int log_record = 0, tree_record = row;  // record row of this lane's row
-  if (LOG_BLOCKS && lane < min(record_rows, LOG_ROWS)) log_record = row_list[record_base + lane];
-  // Tiles of this CTA, counted from the first of its key head; the value heads they belong to.
-  const int cta_tile = blockIdx.x * WARPS * tiles_per_warp;
-  const int first_head = key_head * group + cta_tile / TILES_PER_HEAD;
+  // Tiles of the CTA and of this warp, counted from the first of the key head. A warp's tiles are of one value head.
+  const int cta_tile = blockIdx.x * WARPS * tiles_per_warp, my_tile = cta_tile + warp * tiles_per_warp;
+  const int head_of_key = my_tile / TILES_PER_HEAD, value_head = key_head * group + head_of_key;
+  // The first warp of a head makes the small matrices of its tree, the second those of its log, if there is one. Key heads
+  // take turns in which is the first, so that the four schedulers of a multiprocessor have the same work.
   const int heads = max(WARPS * tiles_per_warp / TILES_PER_HEAD, 1);
-  const int kinds = LOG_BLOCKS ? 2 : 1;  // of small matrices: of the tree, of the log
-  const int first_task = warp;
-  auto head_of = [&](int task) { return LOG_BLOCKS ? task >> 1 : task; };
-  auto load_gates = [&](int task) {
-    Gates x{};
-    const int value_head = first_head + head_of(task);
-    if (is_tree) {
-      const int index = (first_token + row) * value_heads + value_head;
-      x.a = load_gate(a, index, gates_bf16), x.b = load_gate(b, index, gates_bf16);
-      x.A_log = A_log[value_head], x.dt_bias = dt_bias[value_head];
-    } else if (LOG_BLOCKS && lane < length) {
-      x.log_decay = g_records[(record_base + log_record) * value_heads + value_head];
-    }
-    return x;
-  };
+  const int turn = (warp ^ (WARPS % 2 ? 0 : key_head & 1)) * tiles_per_warp % TILES_PER_HEAD;
+  const bool of_tree = turn == 0, of_log = LOG_BLOCKS && turn == tiles_per_warp % TILES_PER_HEAD;
+
+  // ---- loads that need no other ----
+  const int slot = slots[request];
+  int length = 0, listed = lane;  // the first rows of the row list are those of the log, the next those of the tree
+  if (LOG_BLOCKS) {
+    length = min(log_length[request], LOG_ROWS);
+    if (lane < record_rows) listed = row_list[record_base + lane];
+  }
   u32 mask = 0;
-  if (is_tree) mask = (u32)masks[(i64)request * mask_pitch + row];
+  Gates gates{};
+  if (is_tree && (of_tree || of_log)) {
+    const int index = (first_token + row) * value_heads + value_head;
+    mask = (u32)masks[(i64)request * mask_pitch + row];
+    gates.a = load_gate(a, index, gates_bf16), gates.b = load_gate(b, index, gates_bf16);
+    gates.A_log = A_log[value_head], gates.dt_bias = dt_bias[value_head];
+  }
   constexpr int LANES = DIM / 8, ROWS_AT_ONCE = THREADS / LANES;
   constexpr int PASSES = (2 * ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   constexpr int LOG_PASSES = (LOG_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   const int piece = tid % LANES;
-  uint4 words[PASSES];
+  uint4 words[PASSES], log_words[LOG_PASSES];
 #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
@@ -212,56 +201,52 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   }
   if (slot < 0) return;
 
-  extern __shared__ __align__(128) u8 memory[];
-  u16* keys = (u16*)memory;
-  u16* log_keys = keys + 2 * ROWS * DIM;
-  Shared& shared = *(Shared*)(log_keys + (LOG_BLOCKS ? LOG_ROWS * DIM : 0));
-  Head* head_table = (Head*)(&shared + 1);
-  u8* stages = (u8*)(head_table + heads) + warp * WARP_BYTES;
-  u8* sides = stages + STAGES * STAGE_BYTES;
-  const u32 stage_address = shared_address(stages) + piece_in_stage(lane);
-  const int my_tile = cta_tile + warp * tiles_per_warp;  // this warp's first, of its key head
-  state_t* tile = state + (((i64)slot * value_heads + key_head * group) * TILES_PER_HEAD + my_tile) * 16 * DIM;
-  tile += piece_in_head(lane);
-  // ---- second wave: rows of the log; the first tiles ----
+  // ---- keys and gates of the log; the first tiles, their v and their u ----
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
   const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
-  uint4 log_words[LOG_PASSES];
+  const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
   if (LOG_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
       const int r = tid / LANES + i * ROWS_AT_ONCE;
-      const int source = shuffle(log_record, r & 15);
+      const int source = shuffle(listed, r & 15);
       log_words[i] = make_uint4(0, 0, 0, 0);
       if (r < length)
         log_words[i] = *(const uint4*)(k_records + ((record_base + source) * key_heads + key_head) * DIM + piece * 8);
     }
-    if (is_tree) tree_record = row_list[record_base + length + row];
+    if (lane < length && (of_tree || of_log || flush))
+      gates.log_decay = g_records[(record_base + listed) * value_heads + value_head];
   }
-  const Gates gates = first_task < kinds * heads ? load_gates(first_task) : Gates{};
+  extern __shared__ __align__(128) u8 memory[];
+  u8* stages = memory + warp * WARP_BYTES;
+  u8* sides = stages + STAGES * STAGE_BYTES;
+  u16* keys = (u16*)(memory + WARPS * WARP_BYTES);
+  u16* log_keys = keys + 2 * ROWS * DIM;
+  Scales& scales = *(Scales*)((u8*)keys + KEY_BYTES);
+  Head* table = (Head*)(&scales + 1);
+  Head& head = table[head_of_key - cta_tile / TILES_PER_HEAD];
+  float* fold = (float*)(table + heads) + warp * (LOG_ROWS + 4);  // e^{G_h - G_j} / |k_j|, then e^{G_h}
+  const u32 first_stage = shared_address(stages), first_side = shared_address(sides);
+  // The warp's next tile.
+  state_t* tile =
+      state + (((i64)slot * value_heads + key_head * group) * TILES_PER_HEAD + my_tile) * 16 * DIM;
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) {
-    if (i < tiles_per_warp) copy_tile(stage_address + i * STAGE_BYTES, tile + i * 16 * DIM);
-  }
-
-  const int value_head = key_head * group + my_tile / TILES_PER_HEAD;
-  const int record_pitch = value_heads * DIM;
-  // Bytes from the start of an array; the host checks that 32 bits hold them.
-  const u32 record_bytes = record_pitch * (u32)sizeof(log_t);
+  for (int i = 0; i < STAGES; i++)
+    if (i < tiles_per_warp) copy_tile(first_stage + i * STAGE_BYTES, tile + i * 16 * DIM, lane);
+  // Where the next copy of v and u comes from: bytes from the start of an array; the host checks that 32 bits hold them.
+  // Rows that are not there stand for the last (the first of the log): their factors are zero.
+  const u32 record_bytes = value_heads * DIM * (u32)sizeof(log_t);  // u of one row
   const u32 first_value = value_head * DIM + my_tile % TILES_PER_HEAD * 16;
-  const u32 first_u = (u32)record_base * record_bytes + first_value * (u32)sizeof(log_t);
   constexpr int U_PIECES = (int)sizeof(log_t), U_COPIES = U_PIECES / 2;  // 16-byte pieces of a row; copies of a lane
-  u32 v_from = 0, u_from[U_COPIES] = {};
-  {
-    // Rows that are not there stand for the last (the first of the log): their factors are zero.
-    v_from = ((u32)(first_token + min(lane >> 1, rows - 1)) * v_pitch + first_value) * 2 + (lane & 1) * 16;
+  u32 v_from = ((u32)(first_token + min(lane >> 1, rows - 1)) * v_pitch + first_value) * 2 + (lane & 1) * 16;
+  u32 u_from[U_COPIES] = {};
 #pragma unroll
-    for (int i = 0; i < U_COPIES; i++) {
-      const int r = (lane + 32 * i) / U_PIECES;
-      u_from[i] = first_u + shuffle(log_record, r < length ? r : 0) * record_bytes + lane % U_PIECES * 16;
-    }
+  for (int i = 0; i < U_COPIES; i++) {
+    const int r = (lane + 32 * i) / U_PIECES;
+    u_from[i] = first_value * (u32)sizeof(log_t) + lane % U_PIECES * 16 +
+                ((u32)record_base + shuffle(listed, r < length ? r : 0)) * record_bytes;
   }
-  auto copy_rows = [&](u32 side) {  // of v and u, and go to the next tile
+  auto copy_rows = [&](u32 side) {  // and go to the next tile
     if (lane < 2 * ROWS) copy_async16(side + lane * 16, (const u8*)v + v_from);
     v_from += 32;
     if (LOG_BLOCKS && length > 0) {
@@ -273,7 +258,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
     }
   };
-  const u32 first_stage = shared_address(stages), first_side = shared_address(sides);
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {
     if (i < tiles_per_warp) copy_rows(first_side + i * SIDE_BYTES);
@@ -281,12 +265,10 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   }
 
   // ---- log decays along the paths: every lane jumps to the ancestor of its ancestor ----
-  float beta, own_decay;
-  double G;
-  auto add_decays = [&](const Gates& x) {
-    beta = is_tree ? sigmoid(gate_value(x.b, gates_bf16)) : 0.f;
-    own_decay = is_tree ? log_decay(gate_value(x.a, gates_bf16), x.A_log, x.dt_bias) : x.log_decay;
-    G = own_decay;
+  const float beta = is_tree ? sigmoid(gate_value(gates.b, gates_bf16)) : 0.f;
+  const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : gates.log_decay;
+  double G = own_decay;
+  if (of_tree || of_log || flush) {
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
     int up = is_tree ? (above ? 16 + 31 - __clz(above) : flush ? -1 : length - 1) : lane < length ? lane - 1 : -1;
     while (__any_sync(0xffffffffu, up >= 0)) {
@@ -295,10 +277,9 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       const int next = shuffle(up, from);
       if (up >= 0) G += more, up = next;
     }
-  };
-  add_decays(gates);
+  }
 
-  // ---- keys and queries to shared memory, norms ----
+  // ---- keys and queries to shared memory, norms; records of the keys ----
   auto place_keys = [&](u16* to, int r, uint4 w, float* scale, float factor) {
     float sum = sum_of_squares(w);
 #pragma unroll
@@ -308,37 +289,39 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   };
 #pragma unroll
   for (int i = 0; i < PASSES; i++) {
-    const int column = tid / LANES + i * ROWS_AT_ONCE;
-    if (2 * ROWS % ROWS_AT_ONCE == 0 || column < 2 * ROWS)
-      place_keys(keys, column, words[i], &shared.scale[column],
+    const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
+    if (2 * ROWS % ROWS_AT_ONCE == 0 || column < 2 * ROWS) {
+      place_keys(keys, column, words[i], &scales.tree[column],
                  column & 1 ? (DIM == 128 ? 0.08838834764831845f : 0.125f) : 1.f);
+      const int to = shuffle(tree_record, 16 + r);
+      if (blockIdx.x == 0 && !(column & 1) && r < rows)  // what it overwrites is no log row of this launch
+        *(uint4*)(k_records + ((record_base + to) * key_heads + key_head) * DIM + piece * 8) = words[i];
+    }
   }
   if (LOG_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
       const int r = tid / LANES + i * ROWS_AT_ONCE;
-      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &shared.log_scale[r], 1.f);
+      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &scales.log[r], 1.f);
     }
   }
   __syncthreads();
+  if (LOG_BLOCKS && flush) {
+    const double last = shuffle(G, length - 1);
+    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - G)) * scales.log[lane] : 0.f;
+    if (lane == 0) fold[LOG_ROWS] = exp_near_one((float)last);
+  }
 
-  u32 u_offset = first_u + 2 * g * (u32)sizeof(log_t);
-  u32 out_offset = ((u32)(first_token + t) * record_pitch + first_value + 2 * g) * 2;
-  const Head& head = head_table[value_head - first_head];
-  uint4 log_kept[GROUPS], tree_kept[BLOCKS_OF_TREE];
-  float4 factor_kept[GROUPS];
-
-  // ---- tiles; the small matrices before or after the first product ----
+  // ---- tiles ----
   const u32 key_address = shared_address(keys);
-  const u32 a_offset = GROUPS == 1 ? (lane & 7) * 2 * DIM + (((lane >> 4) ^ (lane & 7)) << 4) : a_key_offset(lane);
-  const bool is_query = g & 1;
   const u32 b_offset = GROUPS == 1 ? (lane & 7) * 2 * DIM + (((lane >> 3) ^ (lane & 7)) << 4) : b_key_offset(lane);
-#if MATRICES_FIRST
-#include "stream_matrices.cuh"
-#endif
-  const int first = !MATRICES_FIRST && flush ? -1 : 0;  // pass -1 makes small matrices only
+  u32 u_offset = (first_value + 2 * g) * (u32)sizeof(log_t);
+  u32 out_offset = ((u32)(first_token + t) * value_heads * DIM + first_value + 2 * g) * 2;
+  uint4 log_kept[KEEP && LOG_BLOCKS ? GROUPS : 1], tree_kept[KEEP ? BLOCKS_OF_TREE : 1];
+  float4 factor_kept[KEEP ? GROUPS : 1];
+  int stage = 0, side_place = 0;  // in bytes from the first
 #pragma unroll 1
-  for (int n = first; n < tiles_per_warp; n++) {
+  for (int n = 0; n < tiles_per_warp; n++) {
     float product[GROUPS][4] = {}, rest[CHAINS ? GROUPS : 1][4] = {};  // S k and S q, raw; two chains if there is room
     u32 pair_keys[4];
     auto multiply = [&](const u32(&hi)[4], const u32(&lo)[4], int j, int odd) {  // odd = j % 2
@@ -360,25 +343,24 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
         }
       }
     };
-    const int stage = STAGES > 1 ? (n % STAGES) * STAGE_BYTES : 0;
-    if (n >= 0) copy_wait<STAGES - 1>();
+    copy_wait<STAGES - 1>();
     __syncwarp();  // what other lanes copied is there too
 #if STATE_BF16
-    const u32 matrix = first_stage + stage + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
+    const u32 matrix = ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (((lane >> 4) ^ (lane & 7)) << 4);
 #else
     const uint4* pieces = (const uint4*)(stages + stage) + lane;
 #endif
-    const u8* side = sides + (n & 1) * SIDE_BYTES;
+    const u8* side = sides + side_place;
     auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9
       const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
       return load_u((const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15)));
     };
-    if (!flush && n >= 0) {
+    if (!flush) {
 #pragma unroll
       for (int j = 0; j < K_STEPS; j++) {
         u32 hi[4], lo[4];
 #if STATE_BF16
-        load_matrix4(hi, matrix + 32 * j);
+        load_matrix4(hi, first_stage + stage + (matrix ^ (32 * j)));
         multiply(hi, hi, j, j % 2);
 #else
         const uint4 x = pieces[64 * j], y = pieces[64 * j + 32];
@@ -389,14 +371,14 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
         multiply(hi, lo, j, j % 2);
 #endif
       }
-    } else if (n >= 0) {
+    } else {
 #if LOG_BLOCKS
       // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
       u32 part[3][4];
-      const float all = head.fold[LOG_ROWS];
+      const float all = fold[LOG_ROWS];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float2 w = *(const float2*)&head.fold[2 * t + 8 * i];
+        const float2 w = *(const float2*)&fold[2 * t + 8 * i];
         const float2 x = logged(2 * i), y = logged(2 * i + 1);
         split3(w.x * x.x, w.y * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
         split3(w.x * x.y, w.y * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
@@ -411,7 +393,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
           float s[8], left[4] = {}, right[4] = {};  // s: two keys of either value row, then two more of either
           load_matrix4_transposed(x, fold_address + (fold_offset ^ (32 * j)));
 #if STATE_BF16
-          load_matrix4(hi, matrix + 32 * j);
+          load_matrix4(hi, first_stage + stage + (matrix ^ (32 * j)));
 #pragma unroll
           for (int i = 0; i < 4; i++) s[2 * i] = low_half(hi[i]), s[2 * i + 1] = high_half(hi[i]);
 #else
@@ -433,12 +415,12 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             hi[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-            *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[i];
+            *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + ((2 * j + (i >> 1) ^ g) << 4) + 4 * t) = hi[i];
           }
           multiply(hi, hi, j, odd);
 #else
-          *(float4*)(tile + 16 * j) = make_float4(s[0], s[1], s[4], s[5]);
-          *(float4*)(tile + DIM + 16 * j) = make_float4(s[2], s[3], s[6], s[7]);
+          *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = make_float4(s[0], s[1], s[4], s[5]);
+          *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = make_float4(s[2], s[3], s[6], s[7]);
 #pragma unroll
           for (int i = 0; i < 4; i++) split2(s[2 * i], s[2 * i + 1], hi[i], lo[i]);
           multiply(hi, lo, j, odd);
@@ -448,28 +430,192 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < PIECES; i++)
-        *(uint4*)(tile + next_in_head(i)) = *(const uint4*)(stages + stage + piece_in_stage(lane) + next_in_stage(i));
+        *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
 #endif
 #endif
     }
-    if (n >= 0) {
-      __syncwarp();  // every lane has read the stage
-      if (n + STAGES < tiles_per_warp) copy_tile(stage_address + stage, tile + STAGES * 16 * DIM);
-      tile += 16 * DIM;
+    __syncwarp();  // every lane has read the stage
+    if (n + STAGES < tiles_per_warp) {
+      copy_tile(first_stage + stage, tile + STAGES * 16 * DIM, lane);
+      if (STAGES == 1) copy_rows(first_side + (SIDE_BYTES - side_place));
     }
-#if !MATRICES_FIRST
-    if (n == first) {
-#include "stream_matrices.cuh"
-      if (first < 0) continue;
-    }
+    if (STAGES == 1) copy_commit();
+    tile += 16 * DIM;
+    if (STAGES > 1) stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
+    if (n == 0) {
+      if (of_tree || of_log) {
+        const u32 a_offset = GROUPS == 1 ? (lane & 7) * 2 * DIM + (((lane >> 4) ^ (lane & 7)) << 4) : a_key_offset(lane);
+        const float own_scale = is_tree ? scales.tree[2 * row] : lane < length ? scales.log[lane] : 0.f;
+        const float query_scale = is_tree ? scales.tree[2 * row + 1] : 0.f;
+        const float G_first = (float)G, G_rest = (float)(G - G_first);
+        auto column_of = [&](int source) {
+          return Column{shuffle(G_first, source), shuffle(G_rest, source), shuffle(own_scale, source)};
+        };
+        float factor[GROUPS], row_G[GROUPS], row_rest[GROUPS];  // of the row of column g in group i
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+          const int source = 16 + 4 * i + (g >> 1);
+          const float for_key = shuffle(beta * own_scale, source), for_query = shuffle(query_scale, source);
+          factor[i] = is_query ? for_query : for_key;
+          row_G[i] = shuffle(G_first, source), row_rest[i] = shuffle(G_rest, source);
+        }
+#if LOG_BLOCKS
+        if (of_log && sees_log) {
+          float gram[PAIRS][2][4] = {};
+          const u32 log_address = shared_address(log_keys), b_offset = b_key_offset(lane);
+#pragma unroll 4
+          for (int j = 0; j < K_STEPS; j++) {
+            u32 y[4];
+            load_matrix4(y, log_address + (b_offset ^ (32 * j)));
+#pragma unroll
+            for (int p = 0; p < PAIRS; p++) {
+              u32 x[4];
+              load_matrix4(x, key_address + p * 32 * DIM + (a_offset ^ (32 * j)));
+              mma(gram[p][0], x, y[0], y[1]);
+              mma(gram[p][1], x, y[2], y[3]);
+            }
+          }
+          const Column columns[4] = {column_of(2 * t), column_of(2 * t + 1), column_of(2 * t + 8), column_of(2 * t + 9)};
+#pragma unroll
+          for (int i = 0; i < GROUPS; i++) {
+            const float sign = is_query ? factor[i] : -factor[i];
+            float w[4];
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+              w[c] = sign * columns[c].scale * decay_between(row_G[i], row_rest[i], columns[c]) *
+                     gram[i / 2][c / 2][2 * (i & 1) + (c & 1)];
+            u32 hi[2], lo[2];
+            split2(w[0], w[1], hi[0], lo[0]);
+            split2(w[2], w[3], hi[1], lo[1]);
+            head.log[i][lane] = make_uint4(hi[0], hi[1], lo[0], lo[1]);
+          }
+        }
 #endif
-
+        if (of_tree) {
+          const float from_base = exp_near_one(G_first);
+          if (row >= 0 && row < ROWS)
+            head.factor[row] = make_float4(beta, -beta * own_scale * from_base, query_scale * from_base,
+                                           __uint_as_float((u32)(record_base + tree_record) * record_bytes));
+          // The record of the gates; it overwrites no row of the log.
+          if (is_tree && (heads > 1 || cta_tile % TILES_PER_HEAD == 0))
+            g_records[(record_base + tree_record) * value_heads + value_head] = own_decay;
+          u32 row_mask[GROUPS];
+#pragma unroll
+          for (int i = 0; i < GROUPS; i++) row_mask[i] = shuffle((int)mask, 16 + 4 * i + (g >> 1));
+          // Column n = 2 t of a product is row 8 p + t, column 2 t + 1 row 8 p + 4 + t.
+          const int n = lane & 7, b_row = GROUPS == 1 ? n & 6 : 2 * ((n >> 1) + 4 * (n & 1));
+          const u32 b_offset = b_row * 2 * DIM + (((lane >> 3) ^ (b_row & 7)) << 4);
+#pragma unroll
+          for (int other = 0; other < PAIRS; other++) {
+            float gram[PAIRS][4] = {};
+#pragma unroll 2
+            for (int j = 0; j < K_STEPS; j += 2) {
+              u32 y[4];
+              load_matrix4(y, key_address + other * 32 * DIM + (b_offset ^ (32 * j)));
+#pragma unroll
+              for (int p = other; p < PAIRS; p++) {
+                u32 x[4];
+                load_matrix4(x, key_address + p * 32 * DIM + (a_offset ^ (32 * j)));
+                mma(gram[p], x, y[0], y[1]);
+                load_matrix4(x, key_address + p * 32 * DIM + (a_offset ^ (32 * j + 32)));
+                mma(gram[p], x, y[2], y[3]);
+              }
+            }
+#pragma unroll
+            for (int e = 0; e < (GROUPS == 1 ? 1 : 2); e++) {
+              const int c = 8 * other + 4 * e + t;
+              const Column column = column_of(16 + c);
+#pragma unroll
+              for (int i = 0; i < GROUPS; i++) {
+                const int r = 4 * i + (g >> 1);
+                const bool sees = (row_mask[i] >> c & 1) && (is_query || r != c);
+                const float x = factor[i] * column.scale * decay_between(row_G[i], row_rest[i], column) *
+                                (i / 2 >= other ? gram[i / 2][2 * (i & 1) + e] : 0.f);
+                (is_query ? head.C : head.L)[r][c] = sees ? x : 0.f;
+              }
+            }
+          }
+          __syncwarp();
+          if (GROUPS == 1 && rows == 1) {  // nothing to solve: T = 1
+            head.tree[0][lane] = make_uint4(0, 0, 0, 0);
+            if (lane == 4) {  // the query's column, row 0
+              uint4 w = make_uint4(0, 0, 0, 0);
+              split3(head.C[0][0], 0.f, w.x, w.y, w.z);
+              head.tree[0][4] = w;
+            }
+          } else {
+            // A lane per column of T; lanes with one column share the rows of C T.
+            const int c = lane % ROWS, part = lane / ROWS;
+            float T[ROWS], made[SHARE];
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+              float sum = i == c ? 1.f : 0.f;
+#pragma unroll
+              for (int m = 0; m < i; m += 4) {
+                const float4 l = *(const float4*)&head.L[i][m];
+                sum = fmaf(-l.x, T[m], sum);
+                if (m + 1 < i) sum = fmaf(-l.y, T[m + 1], sum);
+                if (m + 2 < i) sum = fmaf(-l.z, T[m + 2], sum);
+                if (m + 3 < i) sum = fmaf(-l.w, T[m + 3], sum);
+              }
+              T[i] = sum;
+            }
+            const bool makes = part * SHARE < ROWS;
+#pragma unroll
+            for (int i = 0; i < SHARE; i++) {
+              float sum = 0.f;
+              if (makes) {
+#pragma unroll
+                for (int m = 0; m < ROWS; m += 4) {
+                  const float4 w = *(const float4*)&head.C[part * SHARE + i][m];
+                  sum = fmaf(w.x, T[m], fmaf(w.y, T[m + 1], fmaf(w.z, T[m + 2], fmaf(w.w, T[m + 3], sum))));
+                }
+              }
+              made[i] = sum;
+            }
+            __syncwarp();
+            if (makes) {
+#pragma unroll
+              for (int i = 0; i < SHARE; i++) head.C[part * SHARE + i][c] = made[i];
+#pragma unroll
+              for (int i = 0; i < ROWS; i++)
+                if (i / SHARE == part) head.L[i][c] = i == c ? 0.f : T[i];
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++) {
+              const float* line = (is_query ? head.C : head.L)[4 * i + (g >> 1)];
+#pragma unroll
+              for (int p = 0; p <= i / 2; p++) {
+                uint4 w;
+                split3(line[8 * p + t], GROUPS == 1 ? 0.f : line[8 * p + 4 + t], w.x, w.y, w.z);
+                w.w = 0;
+                head.tree[tree_block(i, p)][lane] = w;
+              }
+            }
+          }
+        }
+      }
+      // The warps of a head wait for each other; where heads have more than one, the host gives a CTA two at most.
+      const int sharers = min(32 * TILES_PER_HEAD / tiles_per_warp, THREADS);
+      if (tiles_per_warp == TILES_PER_HEAD) __syncwarp();
+      else if (heads == 1) __syncthreads();
+      else if (head_of_key == cta_tile / TILES_PER_HEAD) barrier<1>(sharers);
+      else barrier<2>(sharers);
+      if (KEEP) {
+#if LOG_BLOCKS
+        log_kept[0] = head.log[0][lane];
+#endif
+        factor_kept[0] = head.factor[t];
+        tree_kept[0] = head.tree[0][lane];
+      }
+    }
     // ---- right-hand sides and what S gives the outputs; then the log's share of both ----
     float x[GROUPS][4];
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       const u32 pair = *(const u32*)(side + (4 * i + t) * 32 + 4 * g);  // v of row 4 i + t
-      const float4 factor = KEEP ? factor_kept[i] : head.factor[4 * i + t];
+      const float4 factor = KEEP ? factor_kept[KEEP ? i : 0] : head.factor[4 * i + t];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float from_key = product[i][2 * e] + (CHAINS ? rest[CHAINS ? i : 0][2 * e] : 0.f);
@@ -489,15 +635,17 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
     }
 #endif
-    __syncwarp();  // every lane has read v and u
-    if (n + STAGES < tiles_per_warp) copy_rows(first_side + ((n + STAGES) & 1) * SIDE_BYTES);
-    copy_commit();
+    if (STAGES > 1) {
+      __syncwarp();  // every lane has read v and u
+      if (n + STAGES < tiles_per_warp) copy_rows(first_side + side_place);
+      copy_commit();
+    }
 #if LOG_BLOCKS
     if (sees_log) {
       float small[GROUPS][4] = {};  // a second chain where there are few
 #pragma unroll
       for (int i = 0; i < GROUPS; i++) {
-        const uint4 w = KEEP ? log_kept[i] : head.log[i][lane];
+        const uint4 w = KEEP ? log_kept[KEEP ? i : 0] : head.log[i][lane];
         float(&second)[4] = CHAINS ? small[i] : x[i];
         mma(second, lo, w.x, w.y);
         mma(second, mid, w.z, w.w);
@@ -538,12 +686,13 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
         for (int e = 0; e < 4; e++) x[i][e] += small[e];
       }
-      const u32 to = u_offset + shuffle(tree_record, 16 + 4 * i + t) * record_bytes;
+      const u32 to = u_offset + __float_as_uint(KEEP ? factor_kept[KEEP ? i : 0].w : head.factor[4 * i + t].w);
       if (4 * i + t < rows) {
         store_u((log_t*)((u8*)u_records + to), x[i][0], x[i][2]);
-        *(u32*)((u8*)output + (out_offset + 8 * i * record_pitch)) = pack_bf16(x[i][1], x[i][3]);
+        *(u32*)((u8*)output + (out_offset + 8 * i * value_heads * DIM)) = pack_bf16(x[i][1], x[i][3]);
       }
     }
+    side_place = side_place == (SIDES - 1) * SIDE_BYTES ? 0 : side_place + SIDE_BYTES;
     u_offset += 16 * (u32)sizeof(log_t);
     out_offset += 32;
   }
