@@ -204,7 +204,7 @@ class StreamPlan(VerifyPlan):
 
     @property
     def shared_bytes(self) -> int:
-        """The layout of `stream.cu`: tiles of each warp, keys, `Scales`, `Head` of each value head, weights of a fold."""
+        """The layout of `stream.cu`: tiles of each warp, keys, `Scales`, `Head` of each value head, fold weights."""
         rows, head_dim = 4 * self.groups, self.problem.heads.key_dim
         log_rows = 16 * self.problem.log_blocks
         keys = (2 * rows + log_rows) * head_dim * 2 + 8 * rows + 64
