@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import fields
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,17 @@ import pytest
 
 import kernels_cupy
 from kernels_cupy import attention
-from kernels_cupy.choice import candidates, choose_plan
 from kernels_cupy.compiler import LAUNCHED, SOURCE_DIR, kernel_hash
-from kernels_cupy.covering import variant_of
-from kernels_cupy.gate import Case
-from kernels_cupy.gate import problem_of as gate_problem
+from kernels_cupy.drift import DECAYS, GROUPS
+from kernels_cupy.gate import cases
 from kernels_cupy.sanitize import TOOLS
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
-from lab.bench.cuda_backend import problem_of
-from lab.bench.points import default_axes
 from lab.bench.sources import source_files, source_hash, staleness
-from lab.methods import SERIAL_METHODS
 from lab.profiles.folders import SHIPPED, is_profile, read_device
 from lab.profiles.kernels import interpolation_errors, load_profile
-from lab.profiles.plans import table_of
 
+AGAIN = "run python -m kernels_cupy.{} on a GPU again"
 PROFILES = sorted(folder for folder in SHIPPED.iterdir() if is_profile(folder))
 
 
@@ -78,49 +72,51 @@ def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Pa
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path) -> None:
-    for name in ("gate.json", "drift.json"):
-        record = json.loads((folder / name).read_text(encoding="utf-8"))
-        assert record["kernel_hash"] == kernel_hash(), f"{name}: run python -m kernels_cupy.{name[:-5]} on a GPU again"
-    gated = {launch for entry in gate_cases_of(folder) if (launch := launch_of_entry(entry))}
-    launched = {
-        variant_of(choose_plan(problem_of(point), point.batch, table))[:2]
-        for point in default_axes("cuda", False, CUDA_METHODS).points()
-        if point.method not in SERIAL_METHODS
-        for table in (table_of("NVIDIA H200"), None)
-    }
-    assert launched - gated == set(), (
-        "gate.json lacks machine code that a point launches: run python -m kernels_cupy.gate on a GPU again"
+@pytest.mark.parametrize("name", ["gate", "drift"])
+def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path, name: str) -> None:
+    assert record_of(folder, name)["kernel_hash"] == kernel_hash(), AGAIN.format(name)
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_the_gate_ran_the_cases_that_it_has_now(folder: Path) -> None:
+    """Its cases have every plan of the profile's grid, see tests/kernels/test_gate_cases.py."""
+    found = Counter(
+        tuple((name, value) for name, value in entry.items() if name not in ("trees", "errors", "failed"))
+        for entry in record_of(folder, "gate")["cases"]
     )
-    text = (folder / "sanitizer.txt").read_text(encoding="utf-8")
-    assert kernel_hash() in text
-    said, remarks = {}, set[str]()
-    for line in text.splitlines()[1:]:
-        name = line.split()[0]
-        if name.endswith(":"):
-            remarks.add(name[:-1])
-        else:
-            said[name] = line
-    assert sorted(said) == sorted(TOOLS)
-    for name, line in said.items():
-        sessions = re.search(r"(\d+) sessions", line)
-        assert sessions is not None
-        assert int(sessions[1]) >= len(sanitized_cases())
-        clean = re.search(r"\b0 (errors|hazards)", line) is not None
-        assert clean or (name == "racecheck" and name in remarks), f"{line}; mend it, or say in the record what it is"
+    wanted = Counter(tuple(case.record().items()) for case in cases(trees=9))
+    assert found == wanted, AGAIN.format("gate")
 
 
-def gate_cases_of(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "gate.json").read_text(encoding="utf-8"))["cases"]  # type: ignore[no-any-return]
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_the_closed_loop_ran_every_group_for_10000_steps_and_failed_in_none(folder: Path) -> None:
+    rows = record_of(folder, "drift")["rows"]
+    found = Counter((row["group"], row["decay"], row["method"], row["steps"][-1], *row["failed"]) for row in rows)
+    wanted = Counter(
+        (group, decay, method, 10_000)
+        for group, (_, methods) in GROUPS.items()
+        for decay in DECAYS
+        for method in methods
+    )
+    assert found == wanted, AGAIN.format("drift")
 
 
-def launch_of_entry(entry: dict[str, Any]) -> tuple[object, ...] | None:
-    """The machine code that a case of a record ran; None for methods without a verification in closed form."""
-    if entry["plan"] is None:
-        return None
-    given = {name: entry[name] for name in (field.name for field in fields(Case)) if name != "plan"}
-    plans = {plan.name: plan for plan in candidates(gate_problem(Case(**given)))}
-    return variant_of(plans[entry["plan"]])[:2]
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_every_sanitizer_ran_the_sessions_that_there_are_and_found_nothing(folder: Path) -> None:
+    first, *lines = (folder / "sanitizer.txt").read_text(encoding="utf-8").splitlines()
+    assert first.endswith(f"kernels {kernel_hash()}"), AGAIN.format("sanitize")
+    sessions = len(sanitized_cases())
+    wanted = {
+        name: f"{sessions} sessions, 0 {'hazards' if name == 'racecheck' else 'errors'}" for name in TOOLS
+    }  # fmt: skip
+    assert dict(line.split(maxsplit=1) for line in lines) == wanted, AGAIN.format("sanitize")
+
+
+def record_of(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def test_every_cuda_source_belongs_to_a_record() -> None:
@@ -132,7 +128,7 @@ def test_every_cuda_source_belongs_to_a_record() -> None:
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 def test_the_gate_of_a_shipped_profile_is_green_and_saw_enough_trees(folder: Path) -> None:
-    record = json.loads((folder / "gate.json").read_text(encoding="utf-8"))
+    record = record_of(folder, "gate")
     assert [case for case in record["cases"] if case["failed"]] == []
     assert {name.split()[0] for name in record["summary"]} == set(CUDA_METHODS)
     assert min(group["fewest_trees"] for group in record["summary"].values()) >= 200
