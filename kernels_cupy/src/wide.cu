@@ -16,13 +16,13 @@
 //
 // Shared memory. Second operands are blocks of 8 rows x 16 bytes ("core matrices", no swizzle), 16-byte columns of all
 // rows one after another: keys and queries come there by asynchronous copies of 16 bytes. Then: keys of the log and its
-// weights, a state tile for each warp, the small matrices of one head, `Small`. 38 KiB for 16 rows and a bf16 state, 111
+// weights, a state tile for each warp, the small matrices of one head, `Small`. 35 KiB for 16 rows and a bf16 state, 108
 // KiB for 64 rows and an fp32 state.
 // Order. First the loads that need no other, then tile and log. Decays of all heads are made at once. For each head: the
 // first tile meets the keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy of a
 // tile starts when the one before is in registers. v of the tree and u of the log are prefetched into the L2 cache by the
 // CTA's start and loaded where a tile begins.
-// Occupancy. MIN_CTAS bounds the registers: 230 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for 16 with
+// Occupancy. MIN_CTAS bounds the registers: 240 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for 16 with
 // a bf16 state (five). CTAs are at different points of their lives; what bounds them is latency, not tensor cores.
 // Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the rest.
 #include "common.cuh"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernels_cupy.choice import choose_plan, place_of
-from kernels_cupy.covering import shipped_plans, traits_of, variant_of
+from kernels_cupy.covering import shipped_plans, traits_of
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
@@ -42,7 +42,7 @@ def grid_plans(table: PlanTable | None) -> set[tuple[str, tuple[tuple[str, int],
 
 
 def test_every_plan_of_the_profile_grid_is_gated() -> None:
-    """But for plans that replayssm, which keeps bf16 records, takes from other methods' places: the bench gates those."""
+    """But for plans that replayssm, with its bf16 records, takes from other methods' places: the bench gates those."""
     gated = {launched(case.plan) for case in CASES if case.plan}
     assert grid_plans(None) - gated == set()
     borrowed = grid_plans(table_of("NVIDIA H200")) - gated
