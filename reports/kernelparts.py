@@ -75,7 +75,7 @@ def ceilings(record: Record) -> str:
     where = [device["name"], f"driver {device['driver']}" if device.get("driver") else "", device.get("date") or ""]
     text = f"{', '.join(filter(None, where))}, sources `{device['source_hash'][:12]}`."
     if reason := device.get("stale_reason"):
-        text += f" The sources have changed since: {reason}."
+        text += f" Stale in part: {reason}."
     return f"{table(('ceiling', 'value', 'source'), rows)}\n\n{text}"
 
 

@@ -151,10 +151,10 @@ def _parts(profile: dict[str, Any]) -> list[str]:
     if "error" in profile:
         return [f"cannot be used: {profile['error']}"]
     parts = [f"{profile['device']}, {profile['rows']} rows, {_age(profile['date'])}"]
+    reason = profile["stale_reason"]
     if profile["changed"] is None:
-        parts.append("matches the sources")
+        parts.append("matches the sources" + (f", but: {reason}" if reason else ""))
     else:
-        reason = profile["stale_reason"]
         parts.append(f"{profile['changed']} ({'kept because: ' + reason if reason else 'measure again'})")
     return parts + [f"interpolation {text}" for text in profile["interpolation"]]
 

@@ -245,11 +245,13 @@ def test_profile_error_of_too_small_a_grid_fails_and_says_what_to_add(call: Any,
 def test_doctor_tells_a_stale_profile_and_one_that_is_broken(call: Any, tmp_path: Path) -> None:
     profiles = tmp_path / "home" / "treewy-lab" / "profiles"
     write_profile(profiles / "old", source_hash="before", stale_reason="comments only")
+    write_profile(profiles / "half", source_hash=source_hash("cuda"), stale_reason="half of it is older")
     write_profile(profiles / "broken")
     (profiles / "broken" / "kernels.csv").write_text("nonsense")
     code, text, _ = call("doctor")
     assert code == 0
     assert "the sources have changed (kept because: comments only)" in text
+    assert "matches the sources, but: half of it is older" in text
     assert "interpolation along batch: median 0.0%" in text
     assert "cannot be used: " + str(profiles / "broken") in " ".join(text.split())
     assert "nvrtc" in text
