@@ -72,8 +72,8 @@ def test_products_of_warpgroups_are_for_one_architecture() -> None:
 def test_hot_kernels_do_not_spill(hopper: list[Resources]) -> None:
     """Logs of more than 32 rows serve chains of more than 32 rows only and may spill a few registers.
 
-    So may cuts with 12, 16 and 20 warps in a multiprocessor, which leave a thread 168, 128 and 96 registers: some of them
-    were the fastest in spite of it.
+    So may cuts with 12, 16 and 20 warps in a multiprocessor, which leave a thread 168, 128 and 96 registers: some of
+    them were the fastest in spite of it.
     """
 
     def allowed(row: Resources) -> int:
