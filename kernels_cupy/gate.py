@@ -111,7 +111,7 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     """Methods x state types x head groupings x sizes x plans, `trees` requests (an odd number) in each.
 
     Every plan of `verify.cu` with four warps runs in each, with more warps where it is first possible; of those of
-    `stream.cu` some do, and all that ship in one at least.
+    `stream.cu` and `wide.cu` some do, and all that ship in one at least.
     """
     sessions = list(uncut(trees, quick))
     problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]

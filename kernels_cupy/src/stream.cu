@@ -25,8 +25,9 @@
 // first tile, and asks for the next one, before it makes small matrices: they are then made in the shadow of that copy.
 // Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the way the
 // tile comes, since loads into registers are waited for at the end of the loop.
-// Occupancy: MIN_CTAS bounds the registers. 12 to 16 warps of a multiprocessor have 168 to 128 registers and 128 KiB of
-// tiles in flight; every one is at another point of its life. 16 rows with an fp32 state fit three CTAs of four warps.
+// Occupancy: MIN_CTAS bounds the registers. 12, 16 or 20 warps of a multiprocessor have 168, 128 or 96 registers, and with
+// 16 of them 128 KiB of fp32 tiles are in flight; every one is at another point of its life. 16 rows with an fp32 state fit
+// three CTAs of four warps.
 // Precision and traffic: as verify.cu. Nothing here needs an instruction newer than those of sm_80.
 #include "common.cuh"
 

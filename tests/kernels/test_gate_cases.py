@@ -41,13 +41,13 @@ def grid_plans(table: PlanTable | None) -> set[tuple[str, tuple[tuple[str, int],
     }
 
 
-def test_every_plan_of_the_profile_grid_is_gated() -> None:
+def test_every_plan_of_the_profile_grid_is_gated_but_four_of_replayssm() -> None:
     """But for plans that replayssm, with its bf16 records, takes from other methods' places: the bench gates those."""
     gated = {launched(case.plan) for case in CASES if case.plan}
     assert grid_plans(None) - gated == set()
     borrowed = grid_plans(table_of("NVIDIA H200")) - gated
     assert all(("LOG_BF16", 1) in macros for _, macros in borrowed)
-    assert len(borrowed) < 10
+    assert len(borrowed) <= 4
 
 
 def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
