@@ -1,31 +1,34 @@
 // Tree verification of 9 to 64 rows over a dense state and a log of at most 16 committed rows: products of warpgroups.
 //
-// Computes what verify.cu computes (the equations are there). A CTA is one warpgroup; it takes HEADS value heads of a key
-// head one by one, or one of SHARES shares of a head's value rows, and goes over tiles of 64 value rows x DIM keys of S.
-// All large products are wgmma: 64 value rows are the rows of the product, tree rows its columns, the second operand lies
-// in shared memory. With 32 columns one instruction does what sixteen of mma.sync do, and needs no loads into registers.
+// Computes what verify.cu computes (the equations are there). A CTA is one warpgroup; it takes HEADS value heads of a
+// key head one by one, or one of SHARES shares of a head's value rows, and goes over tiles of 64 value rows x DIM keys
+// of S. All large products are wgmma: 64 value rows are the rows of the product, tree rows its columns, the second
+// operand lies in shared memory. With 32 columns one instruction does what sixteen of mma.sync do, and needs no loads
+// into registers.
 //
-// Rows and columns. A warp owns 16 value rows of a tile; lane 4 g + t holds value rows 2 g and 2 g + 1 (rows g and g + 8
-// of the product) and tree rows 8 i + 2 t and 8 i + 2 t + 1. S is the first operand, from registers: fp32 as bf16 hi + lo,
-// bf16 as it is. The results are first operands of the next product as they stand: nothing moves between lanes.
+// Rows and columns. A warp owns 16 value rows of a tile; lane 4 g + t holds value rows 2 g and 2 g + 1 (rows g and g +
+// 8 of the product) and tree rows 8 i + 2 t and 8 i + 2 t + 1. S is the first operand, from registers: fp32 as bf16 hi
+// + lo, bf16 as it is. The results are first operands of the next product as they stand: nothing moves between lanes.
 //
 // The system. Rows stand in blocks of 32 (16 if there are only 16). T = (I + L)^-1 of each block is made in fp32, from
 // halves of 16 rows with a lane per column. With R = beta v - beta e^G S k - L_log u_log, block by block:
 //     u_b = R_b + (T_b - I) R_b,   R_later -= L u_b,   o += C u_b
-// R and u enter in three bf16 parts (24 bits; two where they act on outputs), T in three, L in two (three on long paths), C in
-// two.
+// R and u enter in three bf16 parts (24 bits; two where they act on outputs), T in three, L in two (three on long
+// paths), C in two.
 //
 // Shared memory. Second operands are blocks of 8 rows x 16 bytes ("core matrices", no swizzle), 16-byte columns of all
 // rows one after another: keys and queries come there by asynchronous copies of 16 bytes. Then: keys of the log and its
-// weights, a state tile for each warp, the small matrices of one head, `Small`. 35 KiB for 16 rows and a bf16 state, 108
-// to 113 KiB for 64 rows and an fp32 state.
-// Order. First the loads that need no other, then tile and log. Decays of all heads are made at once. For each head: the
-// first tile meets the keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy of a
-// tile starts when the one before is in registers. v of the tree and u of the log are prefetched into the L2 cache by the
-// CTA's start and loaded where a tile begins.
-// Occupancy. MIN_CTAS bounds the registers: up to 255 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for 16 with
-// a bf16 state (five; the tightest bounds spill up to 32 bytes). CTAs are at different points of their lives; what bounds them is latency, not tensor cores.
-// Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the rest.
+// weights, a state tile for each warp, the small matrices of one head, `Small`. 35 KiB for 16 rows and a bf16 state,
+// 108 to 113 KiB for 64 rows and an fp32 state.
+// Order. First the loads that need no other, then tile and log. Decays of all heads are made at once. For each head:
+// the first tile meets the keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy
+// of a tile starts when the one before is in registers. v of the tree and u of the log are prefetched into the L2 cache
+// by the CTA's start and loaded where a tile begins.
+// Occupancy. MIN_CTAS bounds the registers: up to 255 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for
+// 16 with a bf16 state (five; the tightest bounds spill up to 32 bytes). CTAs are at different points of their lives;
+// what bounds them is latency, not tensor cores.
+// Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the
+// rest.
 #include "common.cuh"
 
 #ifndef ROWS  // tree rows: 16, 32 or 64
