@@ -21,12 +21,18 @@ SIZES = {
     WidePlan.file: ("ROWS", "STATE_BF16", "LOG_BLOCKS"),
 }
 
-VariantKey = tuple[object, ...]
+MachineCode = tuple[str, tuple[tuple[str, int], ...]]
+VariantKey = tuple[MachineCode, tuple[int, ...]]
+
+
+def machine_code(plan: VerifyPlan) -> MachineCode:
+    """What tells compiled kernels apart: source and macros."""
+    return plan.file, tuple(sorted(plan.macros.items()))
 
 
 def variant_of(plan: VerifyPlan) -> VariantKey:
     """What tells the launches of two plans apart, beside sizes that are arguments."""
-    return (plan.file, tuple(sorted(plan.macros.items())), plan.cut)
+    return machine_code(plan), plan.cut
 
 
 def traits_of(plan: VerifyPlan) -> list[tuple[object, ...]]:
@@ -43,7 +49,7 @@ def shipped_plans(tables: Iterable[PlanTable] | None = None) -> Iterator[VerifyP
             place = row.place
             dim = place.head_dim
             heads = LayerHeads(place.key_heads, place.value_heads, dim, dim, place.state_dtype)
-            for path in (0, LONG_PATH)[: 1 + (place.rows > LONG_PATH)]:
+            for path in (0, LONG_PATH) if place.rows > LONG_PATH else (0,):
                 problem = Problem(heads, place.rows, place.log_rows, place.log_bf16, path)
                 yield from (plan for plan in candidates(problem) if plan.name == row.plan)
 
@@ -100,14 +106,14 @@ def _select(offered: list[list[VerifyPlan]], at_least: int, shipped: set[Variant
 
 def covering(plans: Sequence[VerifyPlan], tables: Iterable[PlanTable] | None = None) -> list[VerifyPlan]:
     """Some of the plans, source by source: one for each set of macros that ships; where none does, all traits."""
-    shipped = dict.fromkeys(variant_of(plan)[:2] for plan in shipped_plans(tables))
+    shipped = dict.fromkeys(map(machine_code, shipped_plans(tables)))
     by_file: dict[str, list[VerifyPlan]] = {}
     for plan in plans:
         by_file.setdefault(plan.file, []).append(plan)
     found: list[VerifyPlan] = []
     for group in by_file.values():
-        by_macros = {variant_of(plan)[:2]: plan for plan in reversed(group)}
-        found += [by_macros[macros] for macros in shipped if macros in by_macros] or _of_all_traits(group)
+        by_code = {machine_code(plan): plan for plan in reversed(group)}
+        found += [by_code[code] for code in shipped if code in by_code] or _of_all_traits(group)
     return found
 
 

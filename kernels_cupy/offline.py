@@ -21,7 +21,7 @@ from pathlib import Path
 from kernels_cupy import compiler
 from kernels_cupy.choice import modelled_plan
 from kernels_cupy.compiler import KERNELS, macro_options, source_text
-from kernels_cupy.covering import shipped_plans
+from kernels_cupy.covering import MachineCode, machine_code, shipped_plans
 from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
 from kernels_cupy.wide_plans import wide_plans
 from lab.errors import MissingError
@@ -93,9 +93,9 @@ def variants() -> Iterator[Variant]:
             problems.append(replace(problems[0], rows=4, log_bf16=True))
         plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
         plans += [plan for problem in problems for ways in (stream_plans, wide_plans) for plan in ways(problem)[:1]]
-    largest: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    largest: dict[MachineCode, int] = {}
     for plan in (*plans, *shipped_plans()):
-        key = plan.file, tuple(sorted(plan.macros.items()))
+        key = machine_code(plan)
         largest[key] = max(largest.get(key, 0), plan.shared_bytes)
     for (file, macros), shared_bytes in largest.items():
         yield Variant(file, macros, shared_bytes)

@@ -20,8 +20,7 @@ import numpy as np
 from kernels_cupy import reference, timer
 from kernels_cupy.choice import runs_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
-from kernels_cupy.covering import SIZES as SIZES_OF_TRAITS
-from kernels_cupy.covering import covering, variant_of
+from kernels_cupy.covering import covering, machine_code, variant_of
 from kernels_cupy.device import device_record
 from kernels_cupy.gate import Case
 from kernels_cupy.gate import cases as gate_cases
@@ -41,22 +40,22 @@ def cases() -> list[Case]:
     """A small session of every set of macros of `verify.cu` that the gate runs, and of the other kernels that
     ships, of every log method on a chain, and of the serial methods.
     """
-    by_variant: dict[object, Case] = {}
+    by_code: dict[object, Case] = {}
     others, many = [], list[Case]()
     for case in gate_cases(trees=1):
         if case.key_heads == 16:
             continue
         small, plan = replace(case, batch=3, steps=3), case.plan
         few = (case.rows, case.max_path) in SIZES
-        if plan and plan.file in SIZES_OF_TRAITS:
-            many.append(small)
+        if isinstance(plan, BlockPlan):
+            by_code.setdefault(machine_code(plan), small)
         elif plan:
-            by_variant.setdefault(variant_of(plan)[:2], small)
+            many.append(small)
         if few and (plan is None or (isinstance(plan, BlockPlan) and plan.heads_per_cta == 2)):
             others.append(small)
     by_plan = {case.plan: case for case in reversed(many)}
     kept = [by_plan[plan] for plan in covering([case.plan for case in many if case.plan])]
-    return list(dict.fromkeys([*others, *by_variant.values(), *kept]))
+    return list(dict.fromkeys([*others, *by_code.values(), *kept]))
 
 
 def run(case: Case, rng: np.random.Generator) -> None:

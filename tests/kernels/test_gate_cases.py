@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernels_cupy.choice import choose_plan, place_of
-from kernels_cupy.covering import shipped_plans, traits_of
+from kernels_cupy.covering import MachineCode, machine_code, shipped_plans, traits_of
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
@@ -27,15 +27,10 @@ from lab.profiles.plans import PLANS_FILE, Place, PlanRow, PlanTable, table_of, 
 CASES = list(cases(trees=9))
 
 
-def launched(plan: VerifyPlan) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """What must be gated of a plan: its machine code."""
-    return plan.file, tuple(sorted(plan.macros.items()))
-
-
-def grid_plans(table: PlanTable | None) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
+def grid_plans(table: PlanTable | None) -> set[MachineCode]:
     """The launches of every closed-form point of a profile on a GPU like the H200 with this table."""
     return {
-        launched(choose_plan(problem_of(point), point.batch, table))
+        machine_code(choose_plan(problem_of(point), point.batch, table))
         for point in default_axes("cuda", False, CUDA_METHODS).points()
         if point.method not in SERIAL_METHODS
     }
@@ -43,7 +38,7 @@ def grid_plans(table: PlanTable | None) -> set[tuple[str, tuple[tuple[str, int],
 
 def test_every_plan_of_the_profile_grid_is_gated_but_four_of_replayssm() -> None:
     """But for plans that replayssm, with its bf16 records, takes from other methods' places: the bench gates those."""
-    gated = {launched(case.plan) for case in CASES if case.plan}
+    gated = {machine_code(case.plan) for case in CASES if case.plan}
     assert grid_plans(None) - gated == set()
     borrowed = grid_plans(table_of("NVIDIA H200")) - gated
     assert all(("LOG_BF16", 1) in macros for _, macros in borrowed)
@@ -62,13 +57,15 @@ def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "h200" / PLANS_FILE).write_text(write_plans(rows.values()))
     monkeypatch.setattr(plans_module, "SHIPPED", tmp_path)
     found = list(cases(trees=9))
-    gated = {launched(case.plan) for case in found if case.plan}
+    gated = {machine_code(case.plan) for case in found if case.plan}
     wanted = grid_plans(table_of("NVIDIA H200"))
     assert len({x for x in wanted if x[0] == StreamPlan.file}) > 50
     assert len({x for x in wanted if x[0] == WidePlan.file}) > 50
     assert wanted - gated == set()
-    sanitized = {launched(case.plan) for case in sanitized_cases() if case.plan and case.plan.file != BlockPlan.file}
-    assert sanitized == {launched(plan) for plan in shipped_plans()} & gated
+    sanitized = {
+        machine_code(case.plan) for case in sanitized_cases() if case.plan and case.plan.file != BlockPlan.file
+    }
+    assert sanitized == {machine_code(plan) for plan in shipped_plans()} & gated
 
 
 @pytest.mark.parametrize(("kind", "offered"), [(StreamPlan, stream_plans), (WidePlan, wide_plans)])
@@ -102,8 +99,8 @@ def test_the_sanitizers_see_every_kernel_and_every_gated_plan() -> None:
     seen = sanitized_cases()
     assert {case.method for case in seen} == set(CUDA_METHODS)
     assert {case.head_dim for case in seen} == {64, 128}
-    plans = {launched(case.plan) for case in seen if isinstance(case.plan, BlockPlan)}
-    assert {launched(case.plan) for case in CASES if isinstance(case.plan, BlockPlan)} == plans
+    plans = {machine_code(case.plan) for case in seen if isinstance(case.plan, BlockPlan)}
+    assert {machine_code(case.plan) for case in CASES if isinstance(case.plan, BlockPlan)} == plans
     assert any(case.plan.l_parts == 3 for case in seen if isinstance(case.plan, BlockPlan))
     assert any(isinstance(case.plan, StreamPlan) for case in seen)
 
