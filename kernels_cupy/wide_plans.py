@@ -56,9 +56,11 @@ class WidePlan(VerifyPlan):
         keys = head_dim // 8 * (32 * rows + 16)
         tile = 16 * (4 * head_dim if problem.state_bytes == 4 else 2 * head_dim + 16)
         log = head_dim // 8 * 272 + 128 * rows if log_rows else 0
-        inverse = 6 * block * rows
-        weights = 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
-        small = (20 if rows > 32 else 16) * rows + 64
+        parts = 2 if problem.log_bf16 else 3
+        merged = rows == block and problem.state_bytes == 2
+        inverse = max((4 if merged else 2) * parts * block, 4 * (block + 8)) * rows
+        weights = 0 if merged else 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
+        small = (20 if rows > 32 else 16) * rows + 128
         head = 16 * (rows + 16) + 16 * rows + 80
         return keys + log + 4 * tile + inverse + weights + small + self.heads_per_cta * head
 

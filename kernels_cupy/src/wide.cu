@@ -66,16 +66,19 @@ constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;  /
 // A warp's tile. fp32: rows of 16-byte pieces that change places against bank conflicts. bf16: rows padded by 16 bytes, first
 // the even ones, then the odd ones, as load_matrix4 wants them.
 constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0), STAGE_BYTES = 16 * ROW_BYTES;
-constexpr int T_PITCH = BLOCK * 16, T_BYTES = BLOCK / 8 * T_PITCH, T_PARTS = 3;
+constexpr bool LATE = ROWS == 32;  // v and u of the log are loaded after the small matrices: room for registers
+constexpr bool MERGED = BLOCKS == 1 && STATE_BF16;              // keys and queries in one product, [T - I; C T] instead of T and C
+constexpr int PARTS = LOG_BF16 ? 2 : 3;           // bf16 parts of R, u and T: enough for what becomes of u
+constexpr int T_ROWS = MERGED ? COLUMNS : BLOCK, T_PITCH = T_ROWS * 16, T_BYTES = BLOCK / 8 * T_PITCH;
 constexpr int SCRATCH_PITCH = BLOCK + 8;                                           // floats of a row of L where T will be
-static_assert(BLOCK * SCRATCH_PITCH * 4 <= T_PARTS * T_BYTES, "scratch");
+constexpr int SCRATCH_BYTES = BLOCK * SCRATCH_PITCH * 4, BLOCK_BYTES = PARTS * T_BYTES > SCRATCH_BYTES ? PARTS * T_BYTES : SCRATCH_BYTES;
 constexpr int L_BYTES = BLOCKS > 1 ? BLOCK * BLOCK * 2 : 0;                        // one part of L of the second block's rows
 DEVICE constexpr int c_pitch(int block) { return (ROWS - block * BLOCK) * 16; }
 DEVICE constexpr int c_bytes(int block) { return BLOCK / 8 * c_pitch(block); }     // one part of C of a block's columns
 
 constexpr int LOG_AT = KEY_BYTES, W_AT = LOG_AT + LOG_BYTES, STAGES_AT = W_AT + 2 * W_BYTES, T_AT = STAGES_AT + 4 * STAGE_BYTES;
-constexpr int L_AT = T_AT + BLOCKS * T_PARTS * T_BYTES, C_AT = L_AT + L_PARTS * L_BYTES;
-constexpr int SMALL_AT = C_AT + 2 * (c_bytes(0) + (BLOCKS > 1 ? c_bytes(BLOCKS - 1) : 0));
+constexpr int L_AT = T_AT + BLOCKS * BLOCK_BYTES, C_AT = L_AT + L_PARTS * L_BYTES;
+constexpr int SMALL_AT = C_AT + (MERGED ? 0 : 2 * (c_bytes(0) + (BLOCKS > 1 ? c_bytes(BLOCKS - 1) : 0)));
 DEVICE constexpr int c_at(int block) { return C_AT + (block ? 2 * c_bytes(0) : 0); }
 
 #if ROWS > 32
@@ -97,6 +100,7 @@ struct Small {
   mask_t mask[ROWS];
   float scale[COLUMNS + 16];  // 1 / |k|, DIM^-0.5 / |q|, then 1 / |k| of the log
   int record[ROWS];           // record row of a tree row
+  int log_record[16];         // of a row of the log; of the first where there is no such row
   HeadRows head[HEADS];
 };
 #ifdef EXPECTED_SHARED_BYTES
@@ -147,10 +151,14 @@ DEVICE void multiply(float (&c)[HALF], const u32 (&a)[4], u64 b) {
     asm volatile(WGMMA("1", 16) P8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}" : F8(CHANGED) : A_AND_B);
   else if constexpr (HALF == 8)
     asm volatile(WGMMA("0", 16) P8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}" : F8(MADE) : A_AND_B);
-  else if constexpr (ADD)
+  else if constexpr (HALF == 16 && ADD)
     asm volatile(WGMMA("1", 32) P16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : F16(CHANGED) : A_AND_B);
-  else
+  else if constexpr (HALF == 16)
     asm volatile(WGMMA("0", 32) P16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : F16(MADE) : A_AND_B);
+  else if constexpr (ADD)
+    asm volatile(WGMMA("1", 64) P32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" : F32(CHANGED) : A_AND_B);
+  else
+    asm volatile(WGMMA("0", 64) P32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" : F32(MADE) : A_AND_B);
 }
 
 // The same with both in shared memory.
@@ -170,11 +178,26 @@ DEVICE void multiply(float (&c)[HALF], u64 a, u64 b) {
     asm volatile(WGMMA("0", 64) P32 "}, %32, %33, p, 1, 1, 0, 0;\n}" : F32(MADE) : "l"(a), "l"(b));
 }
 
-// 16 columns of a result from element `at` on, as a first operand in three parts.
+// u of two neighbouring value rows of the log, as it is stored.
+#if LOG_BF16
+DEVICE u32 load_logged(const log_t* pointer) { return *(const u32*)pointer; }
+DEVICE float2 floats_of(u32 pair) { return make_float2(low_half(pair), high_half(pair)); }
+#else
+DEVICE float2 load_logged(const log_t* pointer) { return *(const float2*)pointer; }
+DEVICE float2 floats_of(float2 pair) { return pair; }
+#endif
+
+// Two numbers in PARTS bf16 parts; two leave the third as it is.
+DEVICE void split(float x, float y, u32& hi, u32& mid, u32& lo) {
+  if (PARTS == 3) split3(x, y, hi, mid, lo);
+  else split2(x, y, hi, mid);
+}
+
+// 16 columns of a result from element `at` on, as a first operand in PARTS parts.
 template <int SIZE>
 DEVICE void split_columns(const float (&c)[SIZE], int at, u32 (&hi)[4], u32 (&mid)[4], u32 (&lo)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) split3(c[at + 2 * i], c[at + 2 * i + 1], hi[i], mid[i], lo[i]);
+  for (int i = 0; i < 4; i++) split(c[at + 2 * i], c[at + 2 * i + 1], hi[i], mid[i], lo[i]);
 }
 
 DEVICE float power_of_two(float x) {
@@ -220,10 +243,10 @@ DEVICE float sum_over(float x) {
 // T - I of every block from L, which is there as floats: [T_11, 0; T_21, T_22] of blocks of 16 rows, T_21 = -T_22 L_21 T_11.
 // `otherwise(first, count)` runs on `count` threads from `first` on: those without a block, or all after theirs.
 template <typename Other>
-DEVICE void make_inverses(u8* memory, int thread, Other otherwise) {
+DEVICE void make_inverses(u8* memory, int thread, float (&C)[ROWS / 2], Other otherwise) {
   constexpr int MAKERS = ROWS / 16;  // warps, one for each block of 16
   const int warp = thread >> 5, lane = thread & 31;
-  auto scratch = [&](int block) { return (float*)(memory + T_AT + block * T_PARTS * T_BYTES); };
+  auto scratch = [&](int block) { return (float*)(memory + T_AT + block * BLOCK_BYTES); };
   if (warp < MAKERS) {  // T_11 - I and T_22 - I: a lane per column of a block of 16
     float* L = scratch(warp * 16 / BLOCK) + warp * 16 % BLOCK * (SCRATCH_PITCH + 1);
     const int column = lane & 15;
@@ -277,26 +300,76 @@ DEVICE void make_inverses(u8* memory, int thread, Other otherwise) {
       __syncthreads();
     }
   }
-  // To three bf16 parts, in the same place.
-  constexpr int PAIRS = ROWS * BLOCK / 2 / THREADS, CHUNKS_AT_ONCE = THREADS / (BLOCK * 4);  // of a thread; of all
-  const int row = thread % (BLOCK * 4) / 32 * 8 + lane / 4, first_chunk = thread / (BLOCK * 4);
-  float2 x[PAIRS];
+  if constexpr (MERGED) {
+    // To bf16 parts, in the same place: T - I by the warps of the keys, C T = C + C (T - I) by those of the queries.
+    constexpr int KEY_WARPS = ROWS / 16, PIECES = ROWS * BLOCK / 2 / (32 * KEY_WARPS);
+    const float* T = scratch(0);
+    const int g = lane >> 2, t = lane & 3;
+    float x[2 * PIECES];
+    if (warp < KEY_WARPS) {
 #pragma unroll
-  for (int i = 0; i < PAIRS; i++) {
-    const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
-    const int column = chunk * 8 + lane % 4 * 2;
-    x[i] = *(const float2*)(scratch(block) + row * SCRATCH_PITCH + column);
-    if (column >= row) x[i].x = 0.f;
-    if (column + 1 >= row) x[i].y = 0.f;
-  }
-  __syncthreads();
+      for (int i = 0; i < PIECES; i++) {  // row 16 warp + g + 8 (i % 2), columns 8 (i / 2) + 2 t
+        const int row = 16 * warp + g + 8 * (i & 1), column = 8 * (i >> 1) + 2 * t;
+        const float2 pair = *(const float2*)(T + row * SCRATCH_PITCH + column);
+        x[2 * i] = column < row ? pair.x : 0.f, x[2 * i + 1] = column + 1 < row ? pair.y : 0.f;
+      }
+    } else if (warp < 2 * KEY_WARPS) {
 #pragma unroll
-  for (int i = 0; i < PAIRS; i++) {
-    const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
-    u8* to = memory + T_AT + block * T_PARTS * T_BYTES + chunk * T_PITCH + row * 16 + lane % 4 * 4;
-    u32 hi, mid, lo;
-    split3(x[i].x, x[i].y, hi, mid, lo);
-    *(u32*)to = hi, *(u32*)(to + T_BYTES) = mid, *(u32*)(to + 2 * T_BYTES) = lo;
+      for (int i = 0; i < ROWS / 8; i++) x[4 * i] = C[4 * i], x[4 * i + 1] = C[4 * i + 1], x[4 * i + 2] = C[4 * i + 2], x[4 * i + 3] = C[4 * i + 3];
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) {
+        u32 hi[4], lo[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) split2(C[8 * s + 2 * i], C[8 * s + 2 * i + 1], hi[i], lo[i]);
+#pragma unroll
+        for (int i = 0; i < 2 * s + 2; i++) {  // 8 columns; none above the diagonal
+          u32 b_hi[2], b_lo[2];
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const float* from = T + (16 * s + 8 * half + 2 * t) * SCRATCH_PITCH + 8 * i + g;
+            split2(from[0], from[SCRATCH_PITCH], b_hi[half], b_lo[half]);
+          }
+          float(&sum)[4] = *(float(*)[4])(x + 4 * i);
+          mma(sum, lo, b_hi[0], b_hi[1]);
+          mma(sum, hi, b_lo[0], b_lo[1]);
+          mma(sum, hi, b_hi[0], b_hi[1]);
+        }
+      }
+    }
+    __syncthreads();
+    if (warp < 2 * KEY_WARPS) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) {
+        u8* to = memory + T_AT + (i >> 1) * T_PITCH + (16 * warp + g + 8 * (i & 1)) * 16 + t * 4;
+        u32 hi, mid, lo;
+        split(x[2 * i], x[2 * i + 1], hi, mid, lo);
+        *(u32*)to = hi, *(u32*)(to + T_BYTES) = mid;
+        if (PARTS == 3) *(u32*)(to + 2 * T_BYTES) = lo;
+      }
+    }
+  } else {
+    // To bf16 parts, in the same place.
+    constexpr int PAIRS = ROWS * BLOCK / 2 / THREADS, CHUNKS_AT_ONCE = THREADS / (BLOCK * 4);  // of a thread; of all
+    const int row = thread % (BLOCK * 4) / 32 * 8 + lane / 4, first_chunk = thread / (BLOCK * 4);
+    float2 x[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
+      const int column = chunk * 8 + lane % 4 * 2;
+      x[i] = *(const float2*)(scratch(block) + row * SCRATCH_PITCH + column);
+      if (column >= row) x[i].x = 0.f;
+      if (column + 1 >= row) x[i].y = 0.f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      const int block = i * CHUNKS_AT_ONCE / (BLOCK / 8), chunk = i * CHUNKS_AT_ONCE % (BLOCK / 8) + first_chunk;
+      u8* to = memory + T_AT + block * BLOCK_BYTES + chunk * T_PITCH + row * 16 + lane % 4 * 4;
+      u32 hi, mid, lo;
+      split(x[i].x, x[i].y, hi, mid, lo);
+      *(u32*)to = hi, *(u32*)(to + T_BYTES) = mid;
+      if (PARTS == 3) *(u32*)(to + 2 * T_BYTES) = lo;
+    }
   }
 }
 
@@ -389,7 +462,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     for (int x = tid; x < rows * LINES; x += THREADS)
       prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
   }
-  u32 u_from[4] = {};  // where u of log rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9 starts; of the first where there is no such row
   if (LOG_BLOCKS && length > 0) {
     constexpr int LINES = HEADS * DIM * (int)sizeof(log_t) / 128;
 #pragma unroll
@@ -399,11 +471,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         prefetch((const u8*)u_records + (record_base + from) * record_bytes + first_head * DIM * (u32)sizeof(log_t) +
                  tid % LINES * 128);
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int r = 2 * t + (i & 1) + 8 * (i >> 1);
-      u_from[i] = (record_base + __shfl_sync(0xffffffffu, log_record, r < length ? r : 0)) * record_bytes;
-    }
+    const int first = __shfl_sync(0xffffffffu, log_record, 0);
+    if (tid < LOG_ROWS) small.log_record[tid] = tid < length ? log_record : first;
   }
 
   // ---- gates; when the keys are there, norms and the decays along the paths ----
@@ -486,8 +555,9 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     const u32 my_value = value + 2 * g;
     // v of the tree rows and u of log rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which are in the L2 cache by now.
     u32 values[ROWS / 8][2];
-    float2 logged[4];
-    {
+    using logged_t = decltype(load_logged(nullptr));
+    logged_t logged[4];
+    auto load_values = [&] {
       const u8* from = (const u8*)v + (first_token + 2 * t) * v_row + 2 * my_value;
 #pragma unroll
       for (int i = 0; i < ROWS / 8; i++, from += 8 * (u64)v_row)
@@ -496,12 +566,20 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
           values[i][e] = 0;
           if (8 * i + 2 * t + e < rows) values[i][e] = *(const u32*)(from + e * v_row);
         }
-    }
-    if (LOG_BLOCKS && length > 0) {
+    };
+    auto load_log = [&] {
+      if (LOG_BLOCKS && length > 0) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        logged[i] = load_u((const log_t*)((const u8*)u_records + (u_from[i] + my_value * (u32)sizeof(log_t))));
-    }
+        for (int i = 0; i < 2; i++) {
+          const int2 record = *(const int2*)&small.log_record[2 * t + 8 * i];
+          const u8* from = (const u8*)u_records + (record_base * record_bytes + my_value * (u32)sizeof(log_t));
+          logged[2 * i] = load_logged((const log_t*)(from + record.x * record_bytes));
+          logged[2 * i + 1] = load_logged((const log_t*)(from + record.y * record_bytes));
+        }
+      }
+    };
+    if (!LATE || !first_of_head) load_values();
+    if (!LATE || !first_of_head || flush) load_log();
     u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];  // the tile as first operands
     copy_wait_all();
     __syncwarp();
@@ -532,7 +610,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       for (int i = 0; i < 2; i++) {
         const int r = 2 * t + 8 * i;
         const float wx = head.fold[r] * small.scale[COLUMNS + r], wy = head.fold[r + 1] * small.scale[COLUMNS + r + 1];
-        const float2 x = logged[2 * i], y = logged[2 * i + 1];
+        const float2 x = floats_of(logged[2 * i]), y = floats_of(logged[2 * i + 1]);
         split3(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
         split3(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
@@ -586,10 +664,20 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     __syncwarp();  // every lane has read the tile
     if (n + 1 < HEADS * TILES) copy_tile(stage, tile, lane);
     copy_commit();
-    float u[BLOCKS][BLOCK / 2], o[BLOCKS][BLOCK / 2];  // S k and S q at first; 4 numbers for 8 tree rows
+    // S k and S q at first; 4 numbers for 8 tree rows.
+    float both[MERGED ? ROWS : 1], u[BLOCKS][BLOCK / 2], o[BLOCKS][BLOCK / 2];
+    auto of_keys = [&](int i) { return MERGED ? both + 4 * i : u[8 * i / BLOCK] + i % (BLOCK / 8) * 4; };
+    auto of_queries = [&](int i) { return MERGED ? both + ROWS / 2 + 4 * i : o[8 * i / BLOCK] + i % (BLOCK / 8) * 4; };
     warpgroup_begin();
 #pragma unroll
     for (int j = 0; j < K_STEPS; j++) {
+      if constexpr (MERGED) {
+        const u64 rows_of_both = operand(base, 2 * j * KEY_PITCH, KEY_PITCH);
+        if (j == 0) multiply<false>(both, hi[0], rows_of_both);
+        else multiply(both, hi[j], rows_of_both);
+        if (!STATE_BF16) multiply(both, lo[STATE_BF16 ? 0 : j], rows_of_both);
+        continue;
+      } else
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++) {
         const u64 of_keys = operand(base, 2 * j * KEY_PITCH + block * BLOCK * 16, KEY_PITCH);
@@ -609,7 +697,9 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     auto wait = [&] {
       warpgroup_wait();
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) name_results(u[block]), name_results(o[block]);
+      for (int block = 0; block < BLOCKS; block++)
+        if (!MERGED) name_results(u[block]), name_results(o[block]);
+      if (MERGED) name_results(both);
     };
     wait();
 
@@ -641,6 +731,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       if (n > 0) __syncthreads();  // all warps have done with the matrices of the head before
       const int first_row = warp * 16 % ROWS;
       const bool is_query = warp * 16 >= ROWS;
+      float C[ROWS / 2];
       if (BOTH || warp * 16 < COLUMNS) {
         float2 row_G[2];
         float factor[2][2];  // beta / |k| and DIM^-0.5 / |q|
@@ -702,13 +793,15 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
                 const float x = bits & 1 && (query || row != column) ? f * w[e][0] * gram[kind][4 * i + 2 * e] : 0.f;
                 const float y = bits & 2 && (query || row != column + 1) ? f * w[e][1] * gram[kind][4 * i + 2 * e + 1] : 0.f;
                 u32 hi, lo, least;
-                if (query) {
+                if (MERGED && query) {
+                  C[4 * i + 2 * e] = x, C[4 * i + 2 * e + 1] = y;
+                } else if (query) {
                   split2(x, y, hi, lo);
                   u8* to = memory + c_at(block) + (i % (BLOCK / 8)) * c_pitch(block) + (row - block * BLOCK) * 16 + 4 * t;
                   *(u32*)to = hi, *(u32*)(to + c_bytes(block)) = lo;
                 } else if (first_row / BLOCK == block) {
                   if (below)
-                    *(float2*)(memory + T_AT + block * T_PARTS * T_BYTES +
+                    *(float2*)(memory + T_AT + block * BLOCK_BYTES +
                                4 * (row % BLOCK * SCRATCH_PITCH + column % BLOCK)) = make_float2(x, y);
                 } else {
                   split3(-x, -y, hi, lo, least);
@@ -721,11 +814,12 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         }
       }
       __syncthreads();
-      make_inverses(memory, thread, [&](int first, int count) {
+      make_inverses(memory, thread, C, [&](int first, int count) {
         // Records of the keys; what they overwrite is no log row of this launch.
         if (blockIdx.x == 0 && n == 0) {
+          const u32 chunk = thread % CHUNKS, key_bytes = anew(key_heads) * DIM * 2;
           for (int row = (thread - first) / CHUNKS; row < rows; row += count / CHUNKS)
-            *(uint4*)((u8*)k_records + ((record_base + small.record[row]) * key_bytes + of_key)) =
+            *(uint4*)((u8*)k_records + ((record_base + small.record[row]) * key_bytes + key_head * DIM * 2 + chunk * 16)) =
                 *(const uint4*)(memory + chunk * KEY_PITCH + row * 16);
         }
       });
@@ -733,13 +827,16 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       __syncthreads();
     }
 
+    if (LATE && first_of_head) {
+      load_values();
+      load_log();
+    }
     // ---- right-hand sides and what S gives the outputs ----
 #pragma unroll
     for (int i = 0; i < ROWS / 8; i++) {
       const float4 in = *(const float4*)&head.in[8 * i + 2 * t];
       const float2 out = *(const float2*)&head.out[8 * i + 2 * t];
-      float* x = u[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
-      float* y = o[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
+      float *x = of_keys(i), *y = of_queries(i);
       x[0] = fmaf(in.x, low_half(values[i][0]), -in.y * x[0]);
       x[1] = fmaf(in.z, low_half(values[i][1]), -in.w * x[1]);
       x[2] = fmaf(in.x, high_half(values[i][0]), -in.y * x[2]);
@@ -751,87 +848,135 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       u32 log_hi[4], log_mid[4], log_lo[4];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+#if LOG_BF16  // exact in one part
+        log_hi[2 * i] = __byte_perm(logged[2 * i], logged[2 * i + 1], 0x5410);
+        log_hi[2 * i + 1] = __byte_perm(logged[2 * i], logged[2 * i + 1], 0x7632);
+#else
         const float2 x = logged[2 * i], y = logged[2 * i + 1];
         split3(x.x, y.x, log_hi[2 * i], log_mid[2 * i], log_lo[2 * i]);
         split3(x.y, y.y, log_hi[2 * i + 1], log_mid[2 * i + 1], log_lo[2 * i + 1]);
+#endif
       }
       warpgroup_begin();
+      if constexpr (MERGED) {
+        const u64 w_hi = operand(base, W_AT, W_PITCH), w_lo = operand(base, W_AT + W_BYTES, W_PITCH);
+        if (!LOG_BF16) {
+          multiply(both, log_lo, w_hi);
+          multiply(both, log_mid, w_lo);
+          multiply(both, log_mid, w_hi);
+        }
+        multiply(both, log_hi, w_lo);
+        multiply(both, log_hi, w_hi);
+      } else {
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) {
-        const int L = W_AT + block * BLOCK * 16, C = L + ROWS * 16;
-        multiply(u[block], log_lo, operand(base, L, W_PITCH));
-        multiply(o[block], log_mid, operand(base, C, W_PITCH));
-        multiply(u[block], log_mid, operand(base, L + W_BYTES, W_PITCH));
-        multiply(o[block], log_hi, operand(base, C + W_BYTES, W_PITCH));
-        multiply(u[block], log_mid, operand(base, L, W_PITCH));
-        multiply(o[block], log_hi, operand(base, C, W_PITCH));
-        multiply(u[block], log_hi, operand(base, L + W_BYTES, W_PITCH));
-        multiply(u[block], log_hi, operand(base, L, W_PITCH));
+        for (int block = 0; block < BLOCKS; block++) {
+          const int L = W_AT + block * BLOCK * 16, C = L + ROWS * 16;
+          if (!LOG_BF16) {
+            multiply(u[block], log_lo, operand(base, L, W_PITCH));
+            multiply(o[block], log_mid, operand(base, C, W_PITCH));
+            multiply(u[block], log_mid, operand(base, L + W_BYTES, W_PITCH));
+            multiply(u[block], log_mid, operand(base, L, W_PITCH));
+          }
+          multiply(o[block], log_hi, operand(base, C + W_BYTES, W_PITCH));
+          multiply(o[block], log_hi, operand(base, C, W_PITCH));
+          multiply(u[block], log_hi, operand(base, L + W_BYTES, W_PITCH));
+          multiply(u[block], log_hi, operand(base, L, W_PITCH));
+        }
       }
       warpgroup_commit();
       wait();
     }
-    // ---- solve block by block, outputs on the way ----
-#pragma unroll
-    for (int block = 0; block < BLOCKS; block++) {
-      u32 hi[STEPS][4], mid[STEPS][4], lo[STEPS][4];
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) split_columns(u[block], 8 * s, hi[s], mid[s], lo[s]);
-      warpgroup_begin();
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-        const int T = T_AT + block * T_PARTS * T_BYTES + 2 * s * T_PITCH;
-        const u64 t_hi = operand(base, T, T_PITCH), t_mid = operand(base, T + T_BYTES, T_PITCH);
-        multiply(u[block], lo[s], t_hi);
-        multiply(u[block], hi[s], operand(base, T + 2 * T_BYTES, T_PITCH));
-        multiply(u[block], mid[s], t_mid);
-        multiply(u[block], mid[s], t_hi);
-        multiply(u[block], hi[s], t_mid);
-        multiply(u[block], hi[s], t_hi);
-      }
-      warpgroup_commit();
-      wait();
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) split_columns(u[block], 8 * s, hi[s], mid[s], lo[s]);
-      warpgroup_begin();
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-        if (block + 1 < BLOCKS) {
-          const int L = L_AT + 2 * s * BLOCK * 16;
-          const u64 l_hi = operand(base, L, BLOCK * 16), l_lo = operand(base, L + L_BYTES, BLOCK * 16);
-          float(&later)[BLOCK / 2] = u[BLOCKS - 1];
-          multiply(later, lo[s], l_hi);
-          if (L_PARTS == 3) multiply(later, hi[s], operand(base, L + 2 * L_BYTES, BLOCK * 16));
-          multiply(later, mid[s], l_lo);
-          multiply(later, mid[s], l_hi);
-          multiply(later, hi[s], l_lo);
-          multiply(later, hi[s], l_hi);
-        }
-#pragma unroll
-        for (int later = block; later < BLOCKS; later++) {
-          const int C = c_at(block) + 2 * s * c_pitch(block) + (later - block) * BLOCK * 16;
-          const u64 c_hi = operand(base, C, c_pitch(block));
-          multiply(o[later], mid[s], c_hi);
-          multiply(o[later], hi[s], operand(base, C + c_bytes(block), c_pitch(block)));
-          multiply(o[later], hi[s], c_hi);
-        }
-      }
-      warpgroup_commit();
+    auto store_records = [&](int block) {
       u8* to = (u8*)u_records + (record_base * record_bytes + my_value * (u32)sizeof(log_t));
 #pragma unroll
       for (int i = 0; i < BLOCK / 8; i++) {
         const int row = block * BLOCK + 8 * i + 2 * t;
         const int2 record = *(const int2*)&small.record[row];
         u8 *first = to + record.x * record_bytes, *second = to + record.y * record_bytes;
-        if (row < rows) store_u((log_t*)first, u[block][4 * i], u[block][4 * i + 2]);
-        if (row + 1 < rows) store_u((log_t*)second, u[block][4 * i + 1], u[block][4 * i + 3]);
+        const float* x = of_keys(block * BLOCK / 8 + i);
+        if (row < rows) store_u((log_t*)first, x[0], x[2]);
+        if (row + 1 < rows) store_u((log_t*)second, x[1], x[3]);
       }
+    };
+    if constexpr (MERGED) {
+      // ---- u = R + (T - I) R, o += C T R ----
+      u32 hi[STEPS][4], mid[STEPS][4], lo[STEPS][4];
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) split_columns(both, 8 * s, hi[s], mid[s], lo[s]);
+      warpgroup_begin();
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) {
+        const int T = T_AT + 2 * s * T_PITCH;
+        const u64 t_hi = operand(base, T, T_PITCH), t_mid = operand(base, T + T_BYTES, T_PITCH);
+        if (PARTS == 3) {
+          multiply(both, lo[s], t_hi);
+          multiply(both, hi[s], operand(base, T + 2 * T_BYTES, T_PITCH));
+          multiply(both, mid[s], t_mid);
+        }
+        multiply(both, mid[s], t_hi);
+        multiply(both, hi[s], t_mid);
+        multiply(both, hi[s], t_hi);
+      }
+      warpgroup_commit();
       wait();
+      store_records(0);
+    } else {
+      // ---- solve block by block, outputs on the way ----
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) {
+        u32 hi[STEPS][4], mid[STEPS][4], lo[STEPS][4];
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) split_columns(u[block], 8 * s, hi[s], mid[s], lo[s]);
+        warpgroup_begin();
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+          const int T = T_AT + block * BLOCK_BYTES + 2 * s * T_PITCH;
+          const u64 t_hi = operand(base, T, T_PITCH), t_mid = operand(base, T + T_BYTES, T_PITCH);
+          if (PARTS == 3) {
+            multiply(u[block], lo[s], t_hi);
+            multiply(u[block], hi[s], operand(base, T + 2 * T_BYTES, T_PITCH));
+            multiply(u[block], mid[s], t_mid);
+          }
+          multiply(u[block], mid[s], t_hi);
+          multiply(u[block], hi[s], t_mid);
+          multiply(u[block], hi[s], t_hi);
+        }
+        warpgroup_commit();
+        wait();
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) split_columns(u[block], 8 * s, hi[s], mid[s], lo[s]);
+        warpgroup_begin();
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+          if (block + 1 < BLOCKS) {
+            const int L = L_AT + 2 * s * BLOCK * 16;
+            const u64 l_hi = operand(base, L, BLOCK * 16), l_lo = operand(base, L + L_BYTES, BLOCK * 16);
+            float(&later)[BLOCK / 2] = u[BLOCKS - 1];
+            if (PARTS == 3) multiply(later, lo[s], l_hi);
+            if (L_PARTS == 3) multiply(later, hi[s], operand(base, L + 2 * L_BYTES, BLOCK * 16));
+            if (PARTS == 3) multiply(later, mid[s], l_lo);
+            multiply(later, mid[s], l_hi);
+            multiply(later, hi[s], l_lo);
+            multiply(later, hi[s], l_hi);
+          }
+#pragma unroll
+          for (int later = block; later < BLOCKS; later++) {
+            const int C = c_at(block) + 2 * s * c_pitch(block) + (later - block) * BLOCK * 16;
+            const u64 c_hi = operand(base, C, c_pitch(block));
+            multiply(o[later], mid[s], c_hi);
+            multiply(o[later], hi[s], operand(base, C + c_bytes(block), c_pitch(block)));
+            multiply(o[later], hi[s], c_hi);
+          }
+        }
+        warpgroup_commit();
+        store_records(block);
+        wait();
+      }
     }
     u8* to = (u8*)output + (first_token + 2 * t) * out_row + 2 * my_value;
 #pragma unroll
     for (int i = 0; i < ROWS / 8; i++, to += 7 * (u64)out_row) {
-      const float* y = o[8 * i / BLOCK] + i % (BLOCK / 8) * 4;
+      const float* y = of_queries(i);
       const u32 first = pack_bf16(y[0], y[2]), second = pack_bf16(y[1], y[3]);
       if (8 * i + 2 * t < rows) *(u32*)to = first;
       to += out_row;
