@@ -14,6 +14,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels_cupy import attention_gate
+from kernels_cupy import attention_gate, commandline
 from kernels_cupy.attention import (
     HEAD_DIM,
     AttentionPlan,
@@ -39,7 +40,8 @@ from kernels_cupy.attention import (
 from kernels_cupy.compiler import load_cupy, multiprocessors
 from kernels_cupy.device import clocks, device_record
 from kernels_cupy.timer import Enough, copy_bandwidth, read_bandwidth, time_graph
-from lab.errors import MissingError
+from lab.errors import UsageError
+from lab.files import check_writable
 from lab.trees import DraftTree
 
 #: Query x KV heads of one rank: the models' own, then two of their parts under tensor parallelism.
@@ -56,6 +58,7 @@ PAGE_TOKENS = 1056
 CACHE_COVER, MAX_LAYERS = 2.2, 96
 #: Largest cache of a layer that is measured, and the pool that all layers take their pages from.
 MAX_LAYER_BYTES, POOL_BYTES = 9_000_000_000, 10_500_000_000
+FILES = ("attention.csv", "attention_device.json")
 COLUMNS = (
     "gpu", "q_heads", "kv_heads", "head_dim", "kv_dtype", "page_tokens", "rows", "batch", "context_tokens", "timer",
     "latency_us_p50", "latency_us_p20", "latency_us_p80", "samples", "bytes_moved", "pct_copy_bandwidth", "row_blocks",
@@ -189,42 +192,46 @@ def compile_all(query_rows: set[int]) -> None:
         pool.map(_compile, variants, chunksize=1)
 
 
-def run_gate() -> dict[str, float]:
-    """Errors of the gate's cases by name."""
-    return {case.name: attention_gate.run(case) for case in attention_gate.cases()}
+def head_pairs(text: str) -> list[str]:
+    """The converter of `--heads`."""
+    pairs = text.split(",")
+    for pair in pairs:
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", pair)
+        if found is None or int(found[1]) % int(found[2]):
+            raise argparse.ArgumentTypeError(f"{pair!r} given; query heads x KV heads such as 16x2 are needed")
+    return pairs
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure verify attention on this GPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.csv and attention_device.json")
-    parser.add_argument("--heads", default=",".join(HEADS), help="query x KV heads of a rank, e.g. 16x2,24x4")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--timing-s", type=float, default=0.02, help="seconds for each timing (default 0.02)")
-    parser.add_argument("--limit-s", type=float, default=3600, help="stop after so many seconds (default 3600)")
+    heads = "query x KV heads of a rank, e.g. 16x2,24x4"
+    parser.add_argument("--heads", type=head_pairs, default=list(HEADS), help=heads)
+    for name, values in (("rows", ROWS), ("contexts", CONTEXTS), ("batches", BATCHES)):
+        default = ",".join(map(str, values))
+        parser.add_argument(f"--{name}", type=commandline.wholes, default=list(values), help=f"default {default}")
+    seconds = commandline.seconds
+    parser.add_argument("--timing-s", type=seconds, default=0.02, help="seconds for each timing (default 0.02)")
+    parser.add_argument("--limit-s", type=seconds, default=3600, help="stop after so many seconds (default 3600)")
     options = parser.parse_args()
     start = time.perf_counter()
-    try:
-        cp = load_cupy()
-    except MissingError as error:
-        print(f"missing: {error}", file=sys.stderr)
-        return 3
-    axes = [[int(x) for x in text.split(",")] for text in (options.rows, options.contexts, options.batches)]
-    grid = list(points(options.heads.split(","), *axes))
+    cp = load_cupy()
+    grid = list(points(options.heads, options.rows, options.contexts, options.batches))
+    if not grid:
+        raise UsageError(f"no layer of these sizes has at most {MAX_LAYER_BYTES:,} bytes; give smaller ones")
     options.out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        check_writable(options.out / name)
     compile_all({point.rows * point.q_heads // point.kv_heads for point in grid})
-    errors = run_gate()
-    red = {name: error for name, error in errors.items() if not error <= attention_gate.LIMIT}
-    gate = {"cases": len(errors), "limit": attention_gate.LIMIT, "worst": max(errors.values()), "red": red}
+    gate = attention_gate.gate_record(attention_gate.cases())
     print(f"gate: {gate} after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if red:
+    if gate["red"]:
         return 1
     before, bandwidth = clocks(), copy_bandwidth()
     gpu = "h200" if "H200" in (name := device_record()["name"]) else name
     pool = Pool(POOL_BYTES)
     done = 0
-    with (options.out / "attention.csv").open("w", newline="", encoding="utf-8") as file:
+    with (options.out / FILES[0]).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for point in grid:
@@ -239,10 +246,10 @@ def main() -> int:
         "read_bandwidth_bytes_per_s": round(read_bandwidth()),
         "clocks_before": before, "clocks_after": clocks(), "gate": gate, "points": done, "points_wanted": len(grid),
     }  # fmt: skip
-    (options.out / "attention_device.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.out / FILES[1]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{done} of {len(grid)} points, {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    commandline.run(main)

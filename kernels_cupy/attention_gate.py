@@ -2,17 +2,21 @@
 
 What a kernel must not read (tokens past a sequence, pages of nobody) and what it must write (outputs, scratch)
 holds NaN before. Errors are relative, the norm of the difference over the norm of the reference; the worst row counts.
+
+`python -m kernels_cupy.attention_gate [--quick]` prints the worst error and every case above the limit.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kernels_cupy import commandline
 from kernels_cupy.arrays import NAN_BITS, host_floats
 from kernels_cupy.attention import HEAD_DIM, VerifyAttention
 from kernels_cupy.compiler import load_cupy
@@ -123,3 +127,26 @@ def run(case: Case, seed: int = 0) -> float:
         error = np.linalg.norm(found[b] - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
         worst = max(worst, float(np.nan_to_num(error.max(), nan=np.inf)))
     return worst
+
+
+def gate_record(wanted: Iterable[Case]) -> dict[str, Any]:
+    """Cases, limit, worst error and the errors above the limit by case."""
+    errors = {case.name: run(case) for case in wanted}
+    red = {name: error for name, error in errors.items() if not error <= LIMIT}
+    return {"cases": len(errors), "limit": LIMIT, "worst": max(errors.values()), "red": red}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare verify attention on this GPU with float64.")
+    parser.add_argument("--quick", action="store_true", help="two head groupings in place of six")
+    options = parser.parse_args()
+    load_cupy()
+    record = gate_record(cases(options.quick))
+    for name, error in record["red"].items():
+        print(f"{name}: {error:.2e}")
+    print(f"{record['cases']} cases, {len(record['red'])} red, worst {record['worst']:.2e} of {LIMIT:.0e} allowed")
+    return int(bool(record["red"]))
+
+
+if __name__ == "__main__":
+    commandline.run(main)

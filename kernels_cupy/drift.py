@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kernels_cupy import reference
+from kernels_cupy import commandline, reference
 from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.device import device_record
 from kernels_cupy.gate import dense_states, record_text, state_error
@@ -114,10 +112,11 @@ def failures(method: str, errors: list[float]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Closed-loop drift of the state against the float64 recurrence.")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--processes", type=int, default=3, help="groups that run at a time (default 3)")
+    parser.add_argument("--out", type=commandline.out_file, help="write the record (JSON) here")
+    parser.add_argument("--steps", type=commandline.whole(), default=10_000, help="steps of each loop (default 10000)")
+    parser.add_argument("--processes", type=commandline.whole(), default=3, help="groups at a time (default 3)")
     options = parser.parse_args()
+    load_cupy()
     tasks = [(name, decay, options.steps) for decay in DECAYS for name in GROUPS]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         rows = [row for group in pool.starmap(run_group, tasks, chunksize=1) for row in group]
@@ -133,4 +132,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    commandline.run(main)

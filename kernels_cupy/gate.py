@@ -16,19 +16,17 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kernels_cupy import reference
+from kernels_cupy import commandline, reference
 from kernels_cupy.arrays import state_bits
 from kernels_cupy.choice import candidates, runs_here
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
@@ -346,18 +344,18 @@ def summary_of(record: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare every method on this GPU with the float64 recurrence.")
-    parser.add_argument("--out", type=Path, help="write the record (JSON) here")
-    parser.add_argument("--trees", type=int, default=9, help="requests, each with its own tree, per step (default 9)")
-    parser.add_argument("--processes", type=int, default=8, help="cases that run at a time (default 8)")
+    parser.add_argument("--out", type=commandline.out_file, help="write the record (JSON) here")
+    whole = commandline.whole()
+    parser.add_argument("--trees", type=whole, default=9, help="requests, each with its own tree, per step (default 9)")
+    parser.add_argument("--processes", type=whole, default=8, help="cases that run at a time (default 8)")
     parser.add_argument("--quick", action="store_true", help="one head grouping and four sizes")
     parser.add_argument(
-        "--ptx", metavar="ARCH", help="compile for this compute capability (80) and let the driver translate"
+        "--ptx", metavar="ARCH", type=whole, help="compile for compute capability ARCH (80), the driver translates"
     )
     options = parser.parse_args()
     if options.ptx:
-        if not options.ptx.isdecimal():
-            parser.error(f"--ptx is {options.ptx!r}; a compute capability such as 80 is needed")
-        os.environ[PTX_VARIABLE] = options.ptx  # the processes of both pools inherit it
+        os.environ[PTX_VARIABLE] = str(options.ptx)  # the processes of both pools inherit it
+    load_cupy()
     start = time.perf_counter()
     wanted = [case for case in cases(options.trees, options.quick) if case.plan is None or runs_here(case.plan)]
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
@@ -403,4 +401,4 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    commandline.run(main)

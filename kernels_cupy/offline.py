@@ -1,10 +1,11 @@
 """Compiles every kernel variant without a GPU, with NVRTC or nvcc, and reads registers, spills and shared memory.
 
-`python -m kernels_cupy.offline` rewrites `resources.csv`, the table of the variants that ship.
+`python -m kernels_cupy.offline` rewrites `resources.csv`, the table of the variants that ship; `--out` writes another.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import ctypes
 import io
@@ -18,7 +19,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from kernels_cupy import compiler
+from kernels_cupy import commandline, compiler
 from kernels_cupy.choice import modelled_plan
 from kernels_cupy.compiler import KERNELS, macro_options, source_text
 from kernels_cupy.covering import MachineCode, machine_code, shipped_plans
@@ -188,5 +189,16 @@ def table() -> str:
     return text.getvalue()
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Compile every kernel variant that ships, without a GPU, and write what each takes (CSV)."
+    )
+    words = f"file to write (default {TABLE.name})"
+    parser.add_argument("--out", type=commandline.out_file, default=str(TABLE), help=words)
+    out: Path = parser.parse_args().out
+    out.write_text(table(), encoding="utf-8")
+    return 0
+
+
 if __name__ == "__main__":
-    TABLE.write_text(table(), encoding="utf-8")
+    commandline.run(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kernels_cupy import reference, timer
+from kernels_cupy import commandline, reference, timer
 from kernels_cupy.choice import runs_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.covering import covering, machine_code, variant_of
@@ -113,12 +113,14 @@ def record(path: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run every kernel and plan on small shapes, for compute-sanitizer.")
-    parser.add_argument("--record", type=Path, help="run all tools and write what they found here")
-    parser.add_argument("--part", type=int, help=f"run one of {PARTS} parts of the sessions (default all)")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--record", type=commandline.out_file, help="run all tools and write what they found here")
+    part = commandline.whole(0, PARTS - 1)
+    ways.add_argument("--part", type=part, help=f"run one of {PARTS} parts of the sessions, from 0 (default all)")
     options = parser.parse_args()
+    cp = load_cupy()
     if options.record:
         return record(options.record)
-    cp = load_cupy()
     cp.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
     wanted = [case for case in cases() if case.plan is None or runs_here(case.plan)]
@@ -134,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    commandline.run(main)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lab.data import read_csv
 from lab.profiles.folders import ROWS_FILE
 from lab.profiles.rows import read_rows
 from reports import evidence
@@ -27,6 +28,8 @@ from reports.roofline import TENSOR_FLOPS
 
 STATES = {"float32": "fp32", "bfloat16": "bf16"}
 NONE = "–"
+#: What the gate judges: the factors u, the outputs of a verification, the committed states.
+ERROR_KINDS = ("u", "output", "state")
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,15 @@ def heads(record: Record) -> str:
 
 
 def errors(record: Record) -> str:
+    limits = {(row["method"], row["state_dtype"]): row for row in read_csv("gate_limits.csv").iter_rows(named=True)}
     rows = []
     for worst in evidence.gate(record.folder):
         method, state = worst["name"].split()
-        values = (f"{worst[field]:.1e}" if field in worst else NONE for field in ("u", "output", "state"))
+        values = (
+            f"{worst[kind]:.1e} / {limits[method, state][kind]:.0e}" if kind in worst else NONE for kind in ERROR_KINDS
+        )
         rows.append((method, STATES[state], *values, str(worst["trees"])))
-    return table(("method", "state", "worst u", "worst output", "worst state", "trees"), rows)
+    return table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
 
 
 def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:

@@ -20,7 +20,7 @@ from kernels_cupy.problems import LOG_METHODS
 from lab.bench.cuda_backend import problem_of, shape_of
 from lab.bench.points import Point
 from lab.errors import UsageError
-from lab.files import replace_text
+from lab.files import check_replaceable, replace_text
 from lab.methods import SERIAL_METHODS
 from lab.profiles.plans import PLANS_FILE, Place, PlanRow, read_plans, write_plans
 
@@ -197,11 +197,10 @@ def check_plans_target(folder: Path, resume: bool, overwrite: bool, record: Mapp
         rows = {row.place: row for row in read_plans(path).rows}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f".{PLANS_FILE}.new"
-        fresh.touch()
-        fresh.unlink()
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); give a folder of your own") from error
+    for name in (PLANS_FILE, DEVICE_FILE):
+        check_replaceable(folder / name)
     return rows
 
 

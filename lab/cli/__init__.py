@@ -11,7 +11,7 @@ import typer
 
 import lab
 from lab.cli import bench, calibrate, compare, doctor, ledger, models, plan, simulate, tree
-from lab.errors import InterruptedSweepError, MissingError, UsageError
+from lab.errors import exit_code
 
 app = typer.Typer(
     name="treewy",
@@ -34,23 +34,5 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main() -> None:
-    """Run the command line; a known error becomes one sentence on stderr and its exit code."""
-    try:
-        app()
-    except UsageError as error:
-        _fail(f"error: {error}", 2)
-    except MissingError as error:
-        _fail(f"missing: {error}", 3)
-    except InterruptedSweepError as error:
-        _fail(f"interrupted: {error}", 130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of stdout is gone; there is nobody to tell
-        sys.exit(1)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        _fail(f"error: {place}{error.strerror or error}", 2)
-
-
-def _fail(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
-    sys.exit(code)
+    """Run the command line and exit with its code."""
+    sys.exit(exit_code(app))

@@ -106,11 +106,14 @@ def _gpu_kernels() -> str:
 
 
 def _profiles() -> list[dict[str, Any]]:
-    """Every profile: name, folder, device, age, whether the kernels have changed since, interpolation errors.
+    """Every profile: name, folder, device, age, whether the kernels have changed since, interpolation errors, plans.
 
-    Folders of the user's that lack a file, and a place that cannot be read, have an `error` instead.
+    Folders of the user's that lack a file, and a place that cannot be read, have an `error` instead; so has a GPU
+    without a profile whose table of plans cannot be used.
     """
-    from lab.profiles.folders import all_profiles, incomplete_profiles, user_profiles
+    from lab.cli.plantables import table_state
+    from lab.profiles.folders import all_profiles, incomplete_profiles, is_profile, user_profiles
+    from lab.profiles.plans import shipped_tables
 
     found: list[dict[str, Any]] = []
     try:
@@ -122,11 +125,15 @@ def _profiles() -> list[dict[str, Any]]:
     except OSError as error:
         place = user_profiles()
         found.append({"name": "of your own", "folder": str(place), "error": f"{place}: {error.strerror}"})
+    for name, path in shipped_tables().items():
+        if not is_profile(path.parent) and (state := table_state(path.parent)) and state["errors"]:
+            found.append({"name": name, "folder": str(path.parent), "error": " ".join(state["errors"])})
     return found
 
 
 def _profile(name: str, folder: Path) -> dict[str, Any]:
     from lab.bench.sources import staleness
+    from lab.cli.plantables import table_state
     from lab.errors import UsageError
     from lab.profiles.kernels import interpolation_errors, load_profile
 
@@ -134,7 +141,7 @@ def _profile(name: str, folder: Path) -> dict[str, Any]:
     try:
         profile = load_profile(folder)
     except UsageError as error:
-        return {**record, "error": str(error)}
+        return {**record, "error": str(error), "plans": table_state(folder)}
     return {
         **record,
         "device": profile.device_name,
@@ -142,21 +149,25 @@ def _profile(name: str, folder: Path) -> dict[str, Any]:
         "date": profile.device.get("date"),
         "changed": staleness(profile.device),
         "stale_reason": profile.stale_reason,
+        "plans": table_state(folder, profile.device),
         "interpolation": [str(error) for error in interpolation_errors(profile)],
     }
 
 
 def _parts(profile: dict[str, Any]) -> list[str]:
     """What there is to say about a profile, part by part."""
+    plans = profile.get("plans")
+    table = [f"table of plans: {plans['places']} places"] if plans and plans["places"] is not None else []
+    table += [f"table of plans cannot be used: {error}" for error in (plans["errors"] if plans else ())]
     if "error" in profile:
-        return [f"cannot be used: {profile['error']}"]
+        return [f"cannot be used: {profile['error']}", *table]
     parts = [f"{profile['device']}, {profile['rows']} rows, {_age(profile['date'])}"]
     reason = profile["stale_reason"]
     if profile["changed"] is None:
         parts.append("matches the sources" + (f", but: {reason}" if reason else ""))
     else:
         parts.append(f"{profile['changed']} ({'kept because: ' + reason if reason else 'measure again'})")
-    return parts + [f"interpolation {text}" for text in profile["interpolation"]]
+    return parts + table + [f"interpolation {text}" for text in profile["interpolation"]]
 
 
 def _age(date: str | None) -> str:

@@ -1,7 +1,8 @@
 """The rows of `plans.csv`: which way to cut a verification was the fastest, at every place where all were timed.
 
 `treewy bench --tune` writes the file; a shipped one lies beside the profile of its GPU. Ways are known by name alone
-here; `kernels_cupy` has them. A place that was not measured takes the way of a near one, see `PlanTable.nearest`.
+here, of the form `PLAN_NAME`; `kernels_cupy` has them. A place that was not measured takes the way of a near one, see
+`PlanTable.nearest`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -24,6 +26,11 @@ PLANS_FILE = "plans.csv"
 #: Upper ends of the classes of tree rows and log rows; kernels of one class are compiled nearly alike.
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 LOG_CLASSES = (0, 16, 32, 64)
+#: Head widths that the kernels are written for.
+HEAD_DIMS = (64, 128)
+#: Kernels that a name may start with; a new one is added here. `-` and a letter with a number follow, for each choice.
+PLAN_KERNELS = ("block", "stream", "wide", "lanes")
+PLAN_NAME = re.compile(rf"(?:{'|'.join(PLAN_KERNELS)})(?:-[a-z]\d*)+")
 
 
 class SizeClass(NamedTuple):
@@ -176,14 +183,24 @@ def _row(raw: dict[str, str], line: str) -> PlanRow:
         raise UsageError(f"{line}: value_heads is {numbers['value_heads']}; a multiple of key_heads is needed")
     if numbers["log_bf16"] > 1:
         raise UsageError(f"{line}: log_bf16 is {numbers['log_bf16']}; 0 or 1 is needed")
+    if numbers["head_dim"] not in HEAD_DIMS:
+        raise UsageError(f"{line}: head_dim is {numbers['head_dim']}; allowed are {', '.join(map(str, HEAD_DIMS))}")
+    for name, classes in (("rows", ROW_CLASSES), ("log_rows", LOG_CLASSES)):
+        if numbers[name] > classes[-1]:
+            raise UsageError(f"{line}: {name} is {numbers[name]}; at most {classes[-1]} is possible")
     times = dict(_times(raw, line))
     place = Place(
         numbers["key_heads"], numbers["value_heads"], numbers["head_dim"], raw["state_dtype"],
         bool(numbers["log_bf16"]), numbers["batch"], numbers["rows"], numbers["log_rows"],
     )  # fmt: skip
     for name in ("plan", "runner_up"):
-        if not raw[name]:
-            raise UsageError(f"{line}: {name} is missing; the name of a plan is needed")
+        if not PLAN_NAME.fullmatch(raw[name] or ""):
+            found = f"is {raw[name]!r}" if raw[name] else "is missing"
+            kernels = ", ".join(PLAN_KERNELS)
+            raise UsageError(
+                f"{line}: {name} {found}; the name of a plan is needed: one of {kernels}, then its choices as in "
+                "stream-w4-t2-s1-r16"
+            )
     return PlanRow(place, raw["plan"], times["latency_us"], raw["runner_up"], times["runner_up_us"])
 
 

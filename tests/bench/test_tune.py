@@ -197,6 +197,13 @@ def test_a_table_of_another_gpu_or_other_kernels_is_not_added_to(tmp_path: Path,
     assert check_plans_target(tmp_path, resume=True, overwrite=False, record=here) == result.rows
 
 
+@pytest.mark.parametrize("name", ["plans.csv", "plans.csv.tmp", "plans_device.json", "plans_device.json.tmp"])
+def test_a_place_where_a_table_could_not_be_saved_is_refused_before_it_is_tuned(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name} cannot be written"):
+        check_plans_target(tmp_path, resume=False, overwrite=True, record=tuning_record("a GPU"))
+
+
 def test_a_save_that_fails_leaves_no_record_beside_a_table_that_is_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from kernels_cupy.choice import candidates, choose_plan, modelled_plan, place_of
 from kernels_cupy.plans import MAX_SHARED_BYTES, BlockPlan, Problem
 from kernels_cupy.wide_plans import wide_plans
 from lab.methods.base import LayerHeads
-from lab.profiles.plans import PlanRow, PlanTable
+from lab.profiles.plans import PLAN_NAME, PlanRow, PlanTable
 
 SMALL = Problem(LayerHeads(16, 32, 128, 128, "float32"), 4, 16)
 LARGE = replace(SMALL, rows=64, log_rows=64)
@@ -35,6 +35,7 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_every_measured_plan_is_chosen_at_its_place(data: st.DataObject, problem: Problem, batch: int) -> None:
     plans = candidates(problem)
     assert len({plan.name for plan in plans}) == len(plans), "a name is one plan"
+    assert [plan.name for plan in plans if not PLAN_NAME.fullmatch(plan.name)] == [], "add the kernel to PLAN_KERNELS"
     if plans:
         plan = data.draw(st.sampled_from(plans))
         assert choose_plan(problem, batch, table((problem, batch, plan.name))) == plan

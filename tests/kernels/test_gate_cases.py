@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from kernels_cupy.steps import CUDA_METHODS
 from kernels_cupy.wide_plans import WidePlan, wide_plans
 from lab.bench.cuda_backend import problem_of
 from lab.bench.points import default_axes
+from lab.data import read_csv
 from lab.methods import SERIAL_METHODS
+from lab.methods.protocol import STATE_DTYPES
 from lab.profiles import plans as plans_module
 from lab.profiles.plans import PLANS_FILE, Place, PlanRow, PlanTable, table_of, write_plans
 
@@ -43,6 +46,18 @@ def test_every_plan_of_the_profile_grid_is_gated_but_four_of_replayssm() -> None
     borrowed = grid_plans(table_of("NVIDIA H200")) - gated
     assert all(("LOG_BF16", 1) in macros for _, macros in borrowed)
     assert len(borrowed) <= 4
+
+
+def test_the_limits_that_the_page_shows_are_those_that_the_gate_judges_by() -> None:
+    rows = read_csv("gate_limits.csv").rows(named=True)
+    assert sorted((row["method"], row["state_dtype"]) for row in rows) == sorted(product(CUDA_METHODS, STATE_DTYPES))
+    for row in rows:
+        case = Case(row["method"], row["state_dtype"], 2, 4, 128, 4, 4, True, 3)
+        assert (row["u"] is None) == (case.method in SERIAL_METHODS)
+        for kind in ("u", "output", "state"):
+            if (limit := row[kind]) is not None:
+                assert failures(case, {kind: limit}) == []
+                assert failures(case, {kind: 1.001 * limit}) == [kind]
 
 
 def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ HERE = Place(16, 32, 128, "float32", False, 32, 4, 16)
 
 
 def row(plan: str, **changes: object) -> PlanRow:
-    return PlanRow(replace(HERE, **changes), plan, 2.5, "other", 3.0)
+    return PlanRow(replace(HERE, **changes), plan, 2.5, "wide-h1-s1", 3.0)
 
 
 def order(*rows: PlanRow, place: Place = HERE) -> list[str]:
@@ -35,7 +35,7 @@ def places(draw: st.DrawFn) -> Place:
 
 @given(st.lists(places(), unique=True, max_size=8))
 def test_what_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory, where: list[Place]) -> None:
-    rows = [PlanRow(place, f"plan-{i}", 1.25 * (i + 1), "next", 2.5 * (i + 1)) for i, place in enumerate(where)]
+    rows = [PlanRow(place, f"block-h{i}", 1.25 * (i + 1), "wide-h1-s1", 2.5 * (i + 1)) for i, place in enumerate(where)]
     path = tmp_path_factory.mktemp("plans") / "plans.csv"
     path.write_text(write_plans(rows))
     assert set(read_plans(path).rows) == set(rows)
@@ -78,7 +78,14 @@ def test_a_log_of_the_same_type_comes_before_all_others() -> None:
         ("log_bf16", "2", "log_bf16 is 2; 0 or 1"),
         ("state_dtype", "half", "state_dtype is 'half'; allowed are float32"),
         ("value_heads", "33", "value_heads is 33; a multiple of key_heads"),
+        ("head_dim", "96", "head_dim is 96; allowed are 64, 128$"),
+        ("rows", "65", "rows is 65; at most 64 is possible"),
+        ("log_rows", "65", "log_rows is 65; at most 64 is possible"),
         ("plan", "", "plan is missing"),
+        ("plan", "magic-h1", "plan is 'magic-h1'; the name of a plan is needed: one of block, stream, wide"),
+        ("plan", "block", "plan is 'block'; .* then its choices as in stream-w4"),
+        ("plan", "block-h2-s1 ", "plan is 'block-h2-s1 '"),
+        ("runner_up", "stream-w4-16", "runner_up is 'stream-w4-16'"),
         ("latency_us", "nan", "latency_us is 'nan'; a positive number"),
         ("runner_up_us", "", "runner_up_us is ''"),
     ],
@@ -104,7 +111,7 @@ def test_other_columns_a_place_twice_and_no_file_are_refused(tmp_path: Path) -> 
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="no UTF-8 text"):
         read_plans(path)
-    path.write_text(write_plans([row("a"), row("b")]))
+    path.write_text(write_plans([row("wide-h1"), row("wide-h2")]))
     with pytest.raises(UsageError, match=r"plans\.csv: .*a place twice: heads 16/32 of 128, float32, batch 32, 4 rows"):
         read_plans(path)
 
@@ -114,9 +121,9 @@ def test_a_device_finds_the_table_of_its_name(tmp_path: Path, monkeypatch: pytes
     assert table_of("NVIDIA H200") is None
     (tmp_path / "h200").mkdir()
     path = tmp_path / "h200" / "plans.csv"
-    path.write_text(write_plans([row("a")]))
+    path.write_text(write_plans([row("block-h1")]))
     found = table_of("NVIDIA H200")
     assert found is not None
-    assert found.rows == (row("a"),)
+    assert found.rows == (row("block-h1"),)
     assert table_of("NVIDIA H200") is found, "read once"
     assert table_of("NVIDIA H100 80GB HBM3") is table_of("NVIDIA A100-SXM4-80GB") is None

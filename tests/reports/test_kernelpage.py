@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
 from collections import Counter
@@ -72,6 +73,24 @@ def test_the_page_counts_the_cells() -> None:
         slower += time > float(target["public_us"])
     sentence = f"**{met} of 70 cells meet their target, {slower} of 70 are slower than the strongest public kernel.**"
     assert sentence in PAGE
+
+
+@pytest.mark.parametrize("name", ["Gram", "cursor", "cut"])
+def test_a_term_is_explained_where_it_comes_first(name: str) -> None:
+    first = re.search(rf"(\*?)\b{name}s?\b(\*?)", PAGE)
+    assert first is not None
+    assert first.groups() == ("*", "*"), first
+
+
+def test_a_letter_stands_for_one_thing() -> None:
+    assert "With T = (I + L)⁻¹" in PAGE
+    assert re.findall(r"\bT = \d|\bT counts", PAGE) == []
+    assert "N counts the rows of a chain" in PAGE
+
+
+def test_errors_stand_beside_their_limits() -> None:
+    gate = json.loads((H200 / "gate.json").read_text(encoding="utf-8"))["summary"]
+    assert f"| treelog | bf16 | {gate['treelog bfloat16']['u']:.1e} / 5e-04 | " in parts_of(PAGE)["errors"]
 
 
 def test_targets_are_a_whole_grid_and_below_the_public_times() -> None:
