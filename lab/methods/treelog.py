@@ -14,6 +14,11 @@ from lab.trees import DraftTree
 LOG_ROWS = 16
 
 
+def rounds_records(heads: LayerHeads) -> bool:
+    """Whether the log keeps u in bf16: as the state, which every flush rounds anyway."""
+    return heads.state_dtype == "bfloat16"
+
+
 class TreeLog(StateMethod):
     name = "treelog"
     title = "tree-WY over a log, deferred write (this project)"
@@ -21,8 +26,8 @@ class TreeLog(StateMethod):
     source = "this project"
 
     def record_bytes(self, heads: LayerHeads) -> int:
-        """One row as the kernels keep it: u in fp32, the raw key in bf16, a gate in fp32 per value head."""
-        return heads.record_bytes(4, 2)
+        """One row as the kernels keep it: u in the state's type, the raw key in bf16, a gate in fp32 per value head."""
+        return heads.record_bytes(2 if rounds_records(heads) else 4, 2)
 
     def log_rows(self, tree: DraftTree) -> int:
         """Capacity of the log: at least one whole path, so that a step always fits after a flush."""

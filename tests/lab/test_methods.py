@@ -110,10 +110,23 @@ def test_an_unknown_method_names_the_known_ones() -> None:
         get_method("magic")
 
 
-def test_bf16_state_halves_the_state_and_not_the_records() -> None:
+@pytest.mark.parametrize("method", ["treewy", "bole", "specla", "deltalog", "replayssm"])
+def test_bf16_state_halves_the_state_and_not_published_records(method: str) -> None:
     full, half = heads("Qwen3.5-27B"), heads("Qwen3.5-27B", "bfloat16")
     assert half.state_bytes * 2 == full.state_bytes
-    assert get_method("treelog").scratch_bytes(half, TREE) == get_method("treelog").scratch_bytes(full, TREE)
+    assert get_method(method).scratch_bytes(half, CHAIN) == get_method(method).scratch_bytes(full, CHAIN)
+
+
+def test_treelogs_records_follow_the_type_of_the_state() -> None:
+    """16 log rows and 15 of the tree: u of 48 heads in 4 or 2 bytes, 16 raw keys in bf16, 48 fp32 decays."""
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        layer = heads("Qwen3.5-27B", dtype)
+        record = width * 48 * 128 + 2 * 16 * 128 + 4 * 48
+        assert get_method("treelog").scratch_bytes(layer, TREE) == (16 + 15) * record
+        verify, flush = get_method("treelog").phases(layer, TREE, 3.0)
+        operands = 15 * 2 * 48 * 128  # the outputs
+        assert verify.write_bytes == 15 * record + operands
+        assert flush.write_bytes == layer.state_bytes
 
 
 @pytest.mark.parametrize(("widths", "cuts"), [((1, 1, 1), 0), ((2, 2, 2), 3), ((3, 3, 3), 3), ((1, 2), 1)])
