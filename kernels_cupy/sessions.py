@@ -243,7 +243,7 @@ class TreeLogSession(LogSession):
     """
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        capacity = spec.log_rows or max(treelog.LOG_ROWS, spec.max_path)
+        capacity = spec.log_rows or treelog.log_capacity(spec.rows, spec.max_path)
         check_capacity("treelog", capacity, spec.max_path)
         log_bf16 = treelog.rounds_records(spec.heads)
         super().__init__(spec, states, state_indices, capacity, spec.max_path, log_bf16)

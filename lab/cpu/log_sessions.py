@@ -101,7 +101,7 @@ class TreeLogSession(_GatheringSession):
     """
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        capacity = spec.log_rows or max(treelog.LOG_ROWS, spec.max_path)
+        capacity = spec.log_rows or treelog.log_capacity(spec.rows, spec.max_path)
         _check_capacity("treelog", capacity, spec.max_path)
         super().__init__(spec, states, state_indices, capacity, treelog.rounds_records(spec.heads))
 
