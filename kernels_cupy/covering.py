@@ -6,6 +6,7 @@ value of a macro or such an argument, together with the size of the tree, the lo
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -43,14 +44,19 @@ def traits_of(plan: VerifyPlan) -> list[tuple[object, ...]]:
 
 
 def shipped_plans(tables: Iterable[PlanTable] | None = None) -> Iterator[VerifyPlan]:
-    """The plans that shipped tables name, for the problems of their places: with short paths, and with long ones."""
+    """The plans that shipped tables name, for the problems of their places: with short paths, and with long ones.
+
+    Also with a log in fp32 where the place's is in bf16: `treewy` has no places of its own where no other method keeps
+    such a log, and takes the plans of these.
+    """
     for table in map(read_plans, shipped_tables().values()) if tables is None else tables:
         for row in table.rows:
             place = row.place
             dim = place.head_dim
             heads = LayerHeads(place.key_heads, place.value_heads, dim, dim, place.state_dtype)
-            for path in (0, LONG_PATH) if place.rows > LONG_PATH else (0,):
-                problem = Problem(heads, place.rows, place.log_rows, place.log_bf16, path)
+            paths = (0, LONG_PATH) if place.rows > LONG_PATH else (0,)
+            for path, log_bf16 in itertools.product(paths, (True, False) if place.log_bf16 else (False,)):
+                problem = Problem(heads, place.rows, place.log_rows, log_bf16, path)
                 yield from (plan for plan in candidates(problem) if plan.name == row.plan)
 
 

@@ -33,7 +33,7 @@ from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, l
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
-from kernels_cupy.problems import verification_problem
+from kernels_cupy.problems import log_in_bf16, verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
 from kernels_cupy.wide_plans import WidePlan
 from lab import oracle
@@ -46,8 +46,8 @@ LIMITS = {
     "float32": {"u": 1e-5, "output": 1e-4, "state": 1e-5},
     "bfloat16": {"u": 1e-5, "output": 1e-4, "state": 4e-3},
 }
-#: replayssm keeps u in bf16, which rounds the state it stands for.
-REPLAYSSM = {"u": 4e-3, "state": 2e-2}
+#: Records with u in bf16, which rounds the state that they stand for.
+RECORDS_BF16 = {"u": 4e-3, "state": 2e-2}
 #: A flush inside the verification may round numbers to their other neighbours, 2^-8 away, and goes on with them.
 FLUSH_BF16 = {"u": 5e-4, "output": 8e-3}
 #: A storeall tree with a bf16 state rounds every row's state, which its children start from.
@@ -177,7 +177,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     state = stored[cp.asarray(np.maximum(indices, 0))].astype(np.float64)
-    rounds = heads.state_dtype == "bfloat16" or case.method == "replayssm"
+    rounds = heads.state_dtype == "bfloat16" or log_in_bf16(case.method, heads)
     worst: dict[str, float] = {}
 
     def note(kind: str, error: Any) -> None:
@@ -300,8 +300,8 @@ def failures(case: Case, worst: dict[str, float]) -> list[str]:
     limits = {**LIMITS[case.state_dtype], "materialise": 1e-6, "padding": 0.0}
     if case.method in ("treewy", "treelog", "deltalog", "replayssm") and case.state_dtype == "bfloat16":
         limits |= FLUSH_BF16
-    if case.method == "replayssm":
-        limits |= {kind: max(limit, limits[kind]) for kind, limit in REPLAYSSM.items()}
+    if log_in_bf16(case.method, case.heads):
+        limits |= {kind: max(limit, limits[kind]) for kind, limit in RECORDS_BF16.items()}
     if case.method == "storeall" and case.state_dtype == "bfloat16":
         limits |= STOREALL_BF16
     return [kind for kind, value in worst.items() if not value <= limits[kind]]

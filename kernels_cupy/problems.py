@@ -14,13 +14,18 @@ def log_limits(method: str, rows: int, longest_path: int) -> tuple[int, int]:
     """Capacity of the log of one of the `LOG_METHODS`, and the rows that a step reserves in it."""
     return {
         "treewy": (longest_path, longest_path),
-        "treelog": (max(treelog.LOG_ROWS, longest_path), longest_path),
+        "treelog": (treelog.log_capacity(rows, longest_path), longest_path),
         "deltalog": (deltalog.LOG_ROWS, 1),
         "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
     }[method]
 
 
+def log_in_bf16(method: str, heads: LayerHeads) -> bool:
+    """Whether records keep u in bf16: replayssm's always, as published; treelog's as its state is kept."""
+    return method == "replayssm" or (method == "treelog" and treelog.rounds_records(heads))
+
+
 def verification_problem(method: str, heads: LayerHeads, rows: int, longest_path: int) -> Problem:
     """What decides how a verification of trees of `rows` rows is cut; the method is not a serial one."""
     log_rows = log_limits(method, rows, longest_path)[0] if method in LOG_METHODS else 0
-    return Problem(heads, rows, log_rows, method == "replayssm", longest_path)
+    return Problem(heads, rows, log_rows, log_in_bf16(method, heads), longest_path)

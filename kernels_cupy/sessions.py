@@ -237,12 +237,16 @@ class TreeWYSession(LogSession):
 
 
 class TreeLogSession(LogSession):
-    """Accepted paths pile up in the log; a request flushes when the longest path might not fit."""
+    """Accepted paths pile up in the log; a request flushes when the longest path might not fit.
+
+    With a bfloat16 state the log keeps u in bfloat16 too; the step that makes a row uses it unrounded.
+    """
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        capacity = spec.log_rows or max(treelog.LOG_ROWS, spec.max_path)
+        capacity = spec.log_rows or treelog.log_capacity(spec.rows, spec.max_path)
         check_capacity("treelog", capacity, spec.max_path)
-        super().__init__(spec, states, state_indices, capacity, spec.max_path)
+        log_bf16 = treelog.rounds_records(spec.heads)
+        super().__init__(spec, states, state_indices, capacity, spec.max_path, log_bf16)
 
 
 class DeltaLogSession(LogSession):

@@ -18,7 +18,7 @@ from kernels_cupy.closed_form import Fold, Layer, Log, Verification, tree_masks
 from kernels_cupy.compiler import load_cupy
 from kernels_cupy.fill import layer_operands, layer_outputs, layer_states
 from kernels_cupy.plans import VerifyPlan
-from kernels_cupy.problems import LOG_METHODS, log_limits
+from kernels_cupy.problems import LOG_METHODS, log_in_bf16, log_limits
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.errors import UsageError
 from lab.methods import SERIAL_METHODS
@@ -82,7 +82,7 @@ class Shape:
 
     def record_bytes(self, rows: float) -> float:
         """Bytes of `rows` factor records: u, raw k in bf16, g."""
-        width = 2 if self.method == "replayssm" else 4
+        width = 2 if log_in_bf16(self.method, self.heads) else 4
         heads = self.heads
         per_value_head = width * heads.value_dim + 4
         return rows * (heads.value_heads * per_value_head + 2 * heads.key_heads * heads.key_dim)
@@ -211,7 +211,8 @@ class Step:
         log = Log(batch, rows, *shape.log_limits) if shape.method in LOG_METHODS else None
         idle = Log(batch, rows, *shape.log_limits) if log else None  # never flushes: for the verification alone
         record_rows = log.record_rows if log else rows
-        layers = [Layer(pool, heads, batch, record_rows, shape.method == "replayssm") for pool in pools]
+        log_bf16 = log_in_bf16(shape.method, heads)
+        layers = [Layer(pool, heads, batch, record_rows, log_bf16) for pool in pools]
         for layer in layers:  # unwritten records are NaN; logs start with some of them
             for x in (layer.u, layer.k, layer.g):
                 x.fill(0)

@@ -24,6 +24,7 @@ from lab.cpu.log_sessions import ClosedFormSession
 from lab.methods import METHODS, deltalog, replayssm, treelog
 from lab.methods.logs import mean_log_rows, steps_per_flush
 from lab.methods.protocol import Operands, SessionSpec
+from lab.methods.treelog import TreeLog
 
 #: Largest relative errors: float32 arithmetic, and what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(1e-5, 1e-5)
@@ -78,8 +79,7 @@ class CpuBackend:
         if phase == "step":
             return point.batch * sum(part.bytes for part in law)
         if phase == "flush":
-            width = 2 if point.method == "replayssm" else 4
-            return point.batch * (2 * heads.state_bytes + _log_limits(point)[0] * heads.record_bytes(width, width))
+            return point.batch * (2 * heads.state_bytes + _log_limits(point)[0] * _record_bytes(point))
         names = ("verify", "decode") if phase == "verify" else ("commit", "gather")
         return point.batch * sum(part.read_bytes + part.write_bytes for part in law if part.name in names)
 
@@ -226,8 +226,16 @@ def _log_limits(point: Point) -> tuple[int, int]:
     return {
         "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
         "deltalog": (deltalog.LOG_ROWS, 1),
-        "treelog": (max(treelog.LOG_ROWS, path), path),
+        "treelog": (treelog.log_capacity(rows, path), path),
     }[point.method]
+
+
+def _record_bytes(point: Point) -> int:
+    """One row of a log by the law of its method."""
+    if point.method == "treelog":
+        return TreeLog().record_bytes(point.heads)
+    width = 2 if point.method == "replayssm" else 4
+    return point.heads.record_bytes(width, width)
 
 
 def _flush_steps(point: Point) -> float:

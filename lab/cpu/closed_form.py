@@ -9,7 +9,8 @@ sees:
     specla      the accepted path, gathered in a pending buffer  by verify, every step
     replayssm   a ring of bfloat16 records, chains               by verify, when the ring is nearly full
     deltalog    a log of one row per step                        by verify, when the log is full
-    treelog     accepted paths gathered in a log                 by verify, when a path might not fit
+    treelog     accepted paths gathered in a log, its u in the   by verify, when a path might not fit
+                type of the state
 
 Per key head: normalised keys and queries, their Grams (shared by the value heads of the group). Per value
 head, with G the log decay summed from the dense state S and dec[t, i] = exp(min(G_t - G_i, 0)):
@@ -51,14 +52,15 @@ class Log(NamedTuple):
 class Policy(NamedTuple):
     """The write-back rule: a request flushes in `verify` when h > 0 and h + reserve > capacity (rows).
 
-    The factors of tree row t go to record `node_row + t`, or behind the log when `node_row` is negative; u and k are
-    rounded to bfloat16 there when `bf16_records` is set.
+    The factors of tree row t go to record `node_row + t`, or behind the log when `node_row` is negative; u and the
+    normalised k are rounded to bfloat16 there when `bf16_u` and `bf16_k` are set.
     """
 
     capacity: int
     reserve: int
     node_row: int
-    bf16_records: bool
+    bf16_u: bool = False
+    bf16_k: bool = False
 
 
 class _KeyHead(NamedTuple):
@@ -211,11 +213,11 @@ def _verify_key_head(
             log.g[request, first + t, head] = g
         v, o = inputs.v[request, :, head], out[request, :, head]
         _solve(v, beta, G, log_G[:kept], log_u, masks[request], shared, state_k, state_q, u, o)
-        if policy.bf16_records:
+        if policy.bf16_u:
             round_to_bf16(u)
         for t in range(rows):
             copy(u[t], log.u[request, first + t, head])
-    if policy.bf16_records:
+    if policy.bf16_k:
         round_to_bf16(shared.keys)
     for t in range(rows):
         copy(shared.keys[t], log.k[request, first + t, key_head])

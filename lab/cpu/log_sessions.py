@@ -58,7 +58,7 @@ class _IndexingSession(ClosedFormSession):
     """
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        super().__init__(spec, states, state_indices, Policy(spec.rows, spec.rows, 0, False))
+        super().__init__(spec, states, state_indices, Policy(spec.rows, spec.rows, 0))
 
     def _commit(self, accepted: NDArray[np.int32]) -> None:
         closed_form.index_path(self.parents, accepted, self.state_indices, self.log)
@@ -79,8 +79,8 @@ class BoleSession(_IndexingSession):
 class _GatheringSession(ClosedFormSession):
     """The commit gathers the accepted path's records behind the log; verified rows have records of their own."""
 
-    def __init__(self, spec: SessionSpec, states: Any, state_indices: Any, capacity: int) -> None:
-        super().__init__(spec, states, state_indices, Policy(capacity, spec.max_path, capacity, False))
+    def __init__(self, spec: SessionSpec, states: Any, state_indices: Any, capacity: int, bf16_u: bool = False) -> None:
+        super().__init__(spec, states, state_indices, Policy(capacity, spec.max_path, capacity, bf16_u))
 
     def _commit(self, accepted: NDArray[np.int32]) -> None:
         closed_form.append(self.parents, accepted, self.state_indices, self.log, self.policy.node_row)
@@ -94,12 +94,16 @@ class SpecLASession(_GatheringSession):
 
 
 class TreeLogSession(_GatheringSession):
-    """Accepted paths pile up in the log; a request flushes when the longest path might not fit."""
+    """Accepted paths pile up in the log; a request flushes when the longest path might not fit.
+
+    With a bfloat16 state u is rounded to bfloat16 in the log; the step that makes a row uses it unrounded. Keys stay as
+    they are: the GPU keeps them raw, in the bfloat16 that they arrive in.
+    """
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        capacity = spec.log_rows or max(treelog.LOG_ROWS, spec.max_path)
+        capacity = spec.log_rows or treelog.log_capacity(spec.rows, spec.max_path)
         _check_capacity("treelog", capacity, spec.max_path)
-        super().__init__(spec, states, state_indices, capacity)
+        super().__init__(spec, states, state_indices, capacity, treelog.rounds_records(spec.heads))
 
 
 class _RingSession(ClosedFormSession):
@@ -114,7 +118,7 @@ class DeltaLogSession(_RingSession):
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
         check_decode("deltalog", spec)
-        super().__init__(spec, states, state_indices, Policy(spec.log_rows or deltalog.LOG_ROWS, 1, -1, False))
+        super().__init__(spec, states, state_indices, Policy(spec.log_rows or deltalog.LOG_ROWS, 1, -1))
 
 
 class ReplaySSMSession(_RingSession):
@@ -128,7 +132,7 @@ class ReplaySSMSession(_RingSession):
             raise UsageError("state method 'replayssm' verifies chains only; the session's spec has chain = False")
         capacity = spec.log_rows or replayssm.HISTORY_ROWS + spec.rows
         _check_capacity("replayssm", capacity, spec.rows)
-        super().__init__(spec, states, state_indices, Policy(capacity, 2 * spec.rows, -1, True))
+        super().__init__(spec, states, state_indices, Policy(capacity, 2 * spec.rows, -1, bf16_u=True, bf16_k=True))
 
 
 def ancestor_masks(parents: NDArray[np.int32]) -> NDArray[np.uint64]:

@@ -7,12 +7,16 @@ import math
 import numpy as np
 import pytest
 
+from kernels_cupy.problems import log_limits
 from lab.bench.backend import Effort
-from lab.bench.cpu_backend import CpuBackend, _flush_steps, _Layers, layer_bytes
+from lab.bench.cpu_backend import CpuBackend, _flush_steps, _Layers, _log_limits, layer_bytes
 from lab.bench.points import Point
 from lab.cpu import SESSIONS
+from lab.cpu.log_sessions import TreeLogSession
 from lab.methods import get_method
 from lab.methods.base import LayerHeads
+from lab.methods.protocol import SessionSpec
+from lab.methods.treelog import TreeLog
 from lab.trees import DraftTree
 
 BACKEND = CpuBackend()
@@ -98,6 +102,22 @@ def test_a_step_flushes_as_often_as_the_law_says() -> None:
         flushes += int((session.log.count + where.tree.num_rows > 16).sum())  # type: ignore[attr-defined]
         call()
     assert flushes / rounds / 64 == pytest.approx(1 / _flush_steps(where), rel=0.1)
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 4, 7, 8, 15, 31])
+def test_treelogs_log_is_the_same_in_the_law_the_sessions_and_the_bench(drafts: int) -> None:
+    where = Point("treelog", LayerHeads(1, 2, 32, 32, "float32"), 1, DraftTree.chain(drafts), f"chain:{drafts}")
+    spec = SessionSpec.for_tree(where.heads, where.tree, 1)
+    policy = TreeLogSession(spec, np.zeros((1, 2, 32, 32)), [0]).policy
+    capacity = TreeLog().log_rows(where.tree)
+    assert (capacity, drafts + 1) == (policy.capacity, policy.reserve) == _log_limits(where)
+    assert (capacity, drafts + 1) == log_limits("treelog", drafts + 1, drafts + 1), "as on the GPU"
+
+
+def test_a_flush_reads_a_full_log_by_the_law() -> None:
+    for dtype, record in (("float32", 4 * 64 + 2 * 32 + 8), ("bfloat16", 2 * 64 + 2 * 32 + 8)):
+        where = point("treelog", "chain", dtype, batch=1)
+        assert BACKEND.bytes_moved(where, "flush") == 2 * where.heads.state_bytes + 16 * record
 
 
 def test_accepted_rows_have_the_mean_that_the_grid_assumes() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_cupy.choice import candidates, modelled_plan
+from kernels_cupy.choice import candidates, modelled_plan, place_of
 from kernels_cupy.plans import Problem, VerifyPlan
 from lab.bench import tune
+from lab.bench.cuda_backend import problem_of
 from lab.bench.points import Axes, Point, default_axes
 from lab.bench.tune import (
     TUNED_METHODS,
@@ -149,7 +150,7 @@ def test_a_time_limit_keeps_what_is_there_and_a_second_run_does_the_rest() -> No
     run_tuning(tuner, every, result)
     assert (len(result.rows), result.left_out) == (len(every), 0)
     assert len({point.batch for point in tuner.measured}) > 0
-    assert len({(p.method, p.batch, p.tree.num_rows) for p in tuner.measured}) == len(every) - done
+    assert len({place_of(problem_of(point), point.batch) for point in tuner.measured}) == len(every) - done
 
 
 def test_the_file_is_written_whole_and_is_where_a_run_starts_from(tmp_path: Path) -> None:

@@ -240,6 +240,27 @@ def test_replayssm_records_hold_bf16_values() -> None:
         assert (records[0, :4].view(np.uint32) & 0xFFFF == 0).all()
 
 
+@pytest.mark.parametrize(("dtype", "rounded"), [("float32", False), ("bfloat16", True)])
+def test_treelogs_u_is_rounded_as_its_state_is_and_keys_never(dtype: str, rounded: bool) -> None:
+    spec = SessionSpec(LayerHeads(1, 2, 64, 64, dtype), 1, 4)
+    rng = np.random.default_rng(15)
+    session = TreeLogSession(spec, random_states(spec, 1, rng), [0])
+    session.verify(random_operands(spec, DraftTree.chain(3).parent_array(), rng))
+    first, log = session.policy.node_row, session.log
+    assert (log.u[0, first:].view(np.uint32) & 0xFFFF == 0).all() == rounded
+    assert (log.k[0, first:].view(np.uint32) & 0xFFFF != 0).any()
+
+
+def test_a_step_uses_its_own_rows_unrounded() -> None:
+    """From one bf16 state, outputs of treelog's first step are those of bole, whose records are fp32."""
+    spec = SessionSpec(LayerHeads(1, 2, 64, 64, "bfloat16"), 1, 6)
+    rng = np.random.default_rng(16)
+    states, tree = random_states(spec, 1, rng), DraftTree.chain(5).parent_array()
+    operands = random_operands(spec, tree, rng)
+    outputs = [SESSIONS[method](spec, states, [0]).verify(operands) for method in ("treelog", "bole")]
+    np.testing.assert_array_equal(*outputs)
+
+
 def test_treewy_writes_the_state_one_step_late() -> None:
     spec = SessionSpec(LayerHeads(1, 2, 64, 64, "float32"), 1, 4, chain=True)
     rng = np.random.default_rng(11)

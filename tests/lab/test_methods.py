@@ -7,6 +7,7 @@ import pytest
 from lab.errors import InfeasibleError, UsageError
 from lab.methods import METHODS, LayerHeads, get_method
 from lab.methods.lumotree import cut_rows
+from lab.methods.treelog import TreeLog
 from lab.shapes import load_shape
 from lab.trees import DraftTree
 from lab.units import GIB, MIB
@@ -110,10 +111,41 @@ def test_an_unknown_method_names_the_known_ones() -> None:
         get_method("magic")
 
 
-def test_bf16_state_halves_the_state_and_not_the_records() -> None:
+@pytest.mark.parametrize("method", ["treewy", "bole", "specla", "deltalog", "replayssm"])
+def test_bf16_state_halves_the_state_and_not_published_records(method: str) -> None:
     full, half = heads("Qwen3.5-27B"), heads("Qwen3.5-27B", "bfloat16")
     assert half.state_bytes * 2 == full.state_bytes
-    assert get_method("treelog").scratch_bytes(half, TREE) == get_method("treelog").scratch_bytes(full, TREE)
+    assert get_method(method).scratch_bytes(half, CHAIN) == get_method(method).scratch_bytes(full, CHAIN)
+
+
+def test_treelogs_records_follow_the_type_of_the_state() -> None:
+    """16 log rows and 15 of the tree: u of 48 heads in 4 or 2 bytes, 16 raw keys in bf16, 48 fp32 decays."""
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        layer = heads("Qwen3.5-27B", dtype)
+        record = width * 48 * 128 + 2 * 16 * 128 + 4 * 48
+        assert get_method("treelog").scratch_bytes(layer, TREE) == (16 + 15) * record
+        verify, flush = get_method("treelog").phases(layer, TREE, 3.0)
+        operands = 15 * 2 * 48 * 128  # the outputs
+        assert verify.write_bytes == 15 * record + operands
+        assert flush.write_bytes == layer.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("tree", "capacity"),
+    [
+        (DraftTree.chain(0), 16), (DraftTree.chain(3), 16), (DraftTree.chain(4), 24), (DraftTree.chain(7), 24),
+        (DraftTree.chain(8), 16), (DraftTree.chain(15), 16), (DraftTree.chain(31), 32), (TREE, 16),
+        (DraftTree.from_widths((1, 1, 1, 3)), 24), (DraftTree.from_widths((2, 1, 1, 2, 2)), 16),
+    ],
+)  # fmt: skip
+def test_treelogs_log_is_longer_where_a_path_of_5_to_8_rows_would_fill_it(tree: DraftTree, capacity: int) -> None:
+    """Capacity by tree; the last tree has paths of 6 rows and 19 rows, too many for the longer log."""
+    method, layer = METHODS["treelog"], heads("Qwen3.5-27B")
+    assert isinstance(method, TreeLog)
+    assert method.log_rows(tree) == capacity
+    assert method.scratch_bytes(layer, tree) == (capacity + tree.num_rows) * method.record_bytes(layer)
+    flush = method.phases(layer, tree, 2.0)[1]
+    assert flush.share == 1 / ((capacity - tree.max_depth - 1) / 2 + 1)
 
 
 @pytest.mark.parametrize(("widths", "cuts"), [((1, 1, 1), 0), ((2, 2, 2), 3), ((3, 3, 3), 3), ((1, 2), 1)])
