@@ -87,7 +87,12 @@ class VerifyPlan(ABC):
     @property
     @abstractmethod
     def cut(self) -> tuple[int, ...]:
+        """What of the kernel's arguments says how the work is cut, whatever the heads."""
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
         """The kernel's arguments that say how the work is cut."""
+        return self.cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +209,7 @@ class StreamPlan(VerifyPlan):
             "GROUPS": self.groups, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
             "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": max(self.resident_warps // self.warps, 1),
-            "HALVED": int(self.halved > 0),
+            **({"HALVED": 1} if self.halved else {}),
         }  # fmt: skip
 
     @property
@@ -225,7 +230,11 @@ class StreamPlan(VerifyPlan):
 
     @property
     def cut(self) -> tuple[int, ...]:
-        return self.problem.group, self.tiles_per_warp, self.halved_requests
+        return self.problem.group, self.tiles_per_warp
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return *self.cut, self.halved_requests
 
     @property
     def halved_requests(self) -> int:

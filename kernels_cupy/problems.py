@@ -14,7 +14,7 @@ def log_limits(method: str, rows: int, longest_path: int) -> tuple[int, int]:
     """Capacity of the log of one of the `LOG_METHODS`, and the rows that a step reserves in it."""
     return {
         "treewy": (longest_path, longest_path),
-        "treelog": (max(treelog.LOG_ROWS, longest_path), longest_path),
+        "treelog": (treelog.log_rows(rows, longest_path), longest_path),
         "deltalog": (deltalog.LOG_ROWS, 1),
         "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
     }[method]

@@ -240,7 +240,7 @@ class TreeLogSession(LogSession):
     """Accepted paths pile up in the log; a request flushes when the longest path might not fit."""
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
-        capacity = spec.log_rows or max(treelog.LOG_ROWS, spec.max_path)
+        capacity = spec.log_rows or treelog.log_rows(spec.rows, spec.max_path)
         check_capacity("treelog", capacity, spec.max_path)
         super().__init__(spec, states, state_indices, capacity, spec.max_path)
 

@@ -226,7 +226,7 @@ def _log_limits(point: Point) -> tuple[int, int]:
     return {
         "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
         "deltalog": (deltalog.LOG_ROWS, 1),
-        "treelog": (max(treelog.LOG_ROWS, path), path),
+        "treelog": (treelog.log_rows(rows, path), path),
     }[point.method]
 
 

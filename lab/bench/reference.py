@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lab.bench.operands import random_operands, random_states
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, Session, SessionSpec
-from lab.methods.treelog import LOG_ROWS
+from lab.methods.treelog import log_rows
 from lab.oracle import OracleSession
 from lab.trees import DraftTree
 
@@ -133,7 +133,7 @@ def _reference(heads: LayerHeads, tree: DraftTree) -> Reference:
     rng = np.random.default_rng([heads.key_heads, heads.value_heads, tree.num_rows, tree.max_depth])
     path = tree.max_depth + 1
     deepest = max(range(tree.num_rows), key=lambda row: tree.depth[row])
-    steps = -(-(max(LOG_ROWS, path) - path + 1) // path) + 1
+    steps = -(-(log_rows(tree.num_rows, path) - path + 1) // path) + 1
     states = random_states(spec, TEMPLATES, rng)
     oracle = OracleSession(spec, states, np.arange(TEMPLATES))
     operands, accepted, outputs = [], [], []

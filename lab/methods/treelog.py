@@ -10,8 +10,16 @@ from lab.methods.base import LayerHeads, Phase, StateMethod, verify_operands
 from lab.methods.logs import mean_log_rows, steps_per_flush
 from lab.trees import DraftTree
 
-#: Rows of the log.
-LOG_ROWS = 16
+#: Rows of the log: for short paths, and for small trees with paths of more than `SHORT_PATH` rows, which would fold a
+#: log of 16 rows in every second step.
+LOG_ROWS, LONGER_LOG_ROWS = 16, 24
+SHORT_PATH, SMALL_TREE = 4, 8
+
+
+def log_rows(rows: int, longest_path: int) -> int:
+    """Capacity of the log for trees of `rows` rows: at least one whole path, so that a step always fits after a flush."""
+    longer = rows <= SMALL_TREE and longest_path > SHORT_PATH
+    return max(LONGER_LOG_ROWS if longer else LOG_ROWS, longest_path)
 
 
 class TreeLog(StateMethod):
@@ -25,8 +33,8 @@ class TreeLog(StateMethod):
         return heads.record_bytes(4, 2)
 
     def log_rows(self, tree: DraftTree) -> int:
-        """Capacity of the log: at least one whole path, so that a step always fits after a flush."""
-        return max(LOG_ROWS, tree.max_depth + 1)
+        """Capacity of the log."""
+        return log_rows(tree.num_rows, tree.max_depth + 1)
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
         return (self.log_rows(tree) + tree.num_rows) * self.record_bytes(heads)
