@@ -1,8 +1,8 @@
 """How one verification is cut into CTAs: the kernel, its macros, the grid and the shared memory.
 
 Three kernels verify. `verify.cu` takes every tree and log (`BlockPlan`); `stream.cu` takes up to 16 rows over a log of
-up to 16 rows, or 32 record rows in all, with warps that work alone (`StreamPlan`); `wide.cu` takes larger trees on some GPUs (`WidePlan`, in
-`kernels_cupy.wide_plans`). All read and write the same records.
+up to 16 rows, or 32 record rows in all, with warps that work alone (`StreamPlan`); `wide.cu` takes larger trees on some
+GPUs (`WidePlan`, in `kernels_cupy.wide_plans`). All read and write the same records.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ def block_plans(problem: Problem) -> list[BlockPlan]:
     ]
 
 
-#: Cuts of `stream.cu` that have won somewhere, or nearly: warps and tiles per warp, stages and resident warps, CTAs that
-#: are halved (some 500, the CTAs that run at a time, are most often the best).
+#: Cuts of `stream.cu` that have won somewhere, or nearly: warps and tiles per warp, stages and resident warps, CTAs
+#: that are halved (most often best: some 500, as many as run at a time).
 STREAM_CUTS = (
     (4, 4, 1, 16), (4, 4, 1, 12), (4, 4, 2, 16), (4, 4, 2, 12), (4, 4, 1, 20), (3, 8, 1, 15), (3, 8, 1, 12),
     (2, 4, 1, 16), (2, 4, 1, 12), (2, 2, 1, 16), (4, 2, 1, 16), (4, 2, 1, 12), (4, 1, 1, 16), (4, 1, 1, 12),
@@ -293,7 +293,7 @@ STREAM_CUTS = (
 def stream_plans(problem: Problem) -> list[StreamPlan]:
     """The ways that `stream.cu` cuts a verification; none if the tree or the log is too large for it.
 
-    A CTA takes whole value heads of one key head, or a share of one. The kernel has names for the barriers of two heads.
+    A CTA takes whole value heads of one key head, or a share of one; the kernel has barriers for two that are shared.
     """
     check_heads(problem.heads)
     most_log_rows = max(STREAM_ROWS, STREAM_RECORD_ROWS - problem.rows)

@@ -17,7 +17,7 @@ SHORT_PATH, SMALL_TREE = 4, 8
 
 
 def log_rows(rows: int, longest_path: int) -> int:
-    """Capacity of the log for trees of `rows` rows: at least one whole path, so that a step always fits after a flush."""
+    """Capacity of the log for trees of `rows` rows: at least one path, so that a step always fits after a flush."""
     longer = rows <= SMALL_TREE and longest_path > SHORT_PATH
     return max(LONGER_LOG_ROWS if longer else LOG_ROWS, longest_path)
 
