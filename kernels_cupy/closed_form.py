@@ -109,7 +109,7 @@ class Verification:
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias, masks, np.int32(_mask_pitch(masks)),
             layer.pool, slots, layer.u, layer.k, layer.g, np.int32(layer.record_rows), *cursors, output,
             np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
-            *map(np.int32, plan.cut + limits), np.float32(norm_eps),
+            *map(np.int32, plan.arguments + limits), np.float32(norm_eps),
         )  # fmt: skip
 
     def __call__(self) -> None:

@@ -84,7 +84,7 @@ def variants() -> Iterator[Variant]:
         state = (("DIM", dim), ("STATE_BF16", int(dtype == "bfloat16")))
         yield Variant("serial.cu", state)
         yield Variant("commit.cu", state)
-        sizes = [(1, 16), (8, 0), (16, 0), (16, 16), (32, 16), (40, 16), (64, 0), (64, 16), (64, 64)]
+        sizes = [(1, 16), (8, 0), (8, 24), (16, 0), (16, 16), (32, 16), (40, 16), (64, 0), (64, 16), (64, 64)]
         problems = [
             Problem(LayerHeads(16, 32, dim, dim, dtype), rows, log_rows)
             for rows, log_rows in (sizes if dim == 128 else [(16, 0), (16, 16)])

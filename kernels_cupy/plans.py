@@ -1,8 +1,8 @@
 """How one verification is cut into CTAs: the kernel, its macros, the grid and the shared memory.
 
 Three kernels verify. `verify.cu` takes every tree and log (`BlockPlan`); `stream.cu` takes up to 16 rows over a log of
-up to 16 rows, with warps that work alone (`StreamPlan`); `wide.cu` takes larger trees on some GPUs (`WidePlan`, in
-`kernels_cupy.wide_plans`). All read and write the same records.
+up to 16 rows, or 32 record rows in all, with warps that work alone (`StreamPlan`); `wide.cu` takes larger trees on some
+GPUs (`WidePlan`, in `kernels_cupy.wide_plans`). All read and write the same records.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from lab.methods.base import LayerHeads
 MAX_SHARED_BYTES = 227 * 1024
 #: Paths of more rows keep L to 24 bits: 17 bits cost 2.6e-5 on 64 rows that write nearly one key without decay.
 LONG_PATH = 16
-#: Most tree rows and log rows of `stream.cu`.
+#: Most tree rows of `stream.cu`, and most log rows beside so many tree rows.
 STREAM_ROWS = 16
+#: Most record rows, of tree and log, where the log has more: a lane holds one entry of the row list.
+STREAM_RECORD_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,12 @@ class VerifyPlan(ABC):
     @property
     @abstractmethod
     def cut(self) -> tuple[int, ...]:
+        """What of the kernel's arguments says how the work is cut, whatever the heads."""
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
         """The kernel's arguments that say how the work is cut."""
+        return self.cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +174,12 @@ class StreamPlan(VerifyPlan):
     tiles_per_warp: int = 1
     stages: int = 1
     resident_warps: int = 16
+    halved: int = 0  # CTAs that become two with half as many tiles: those of the last requests
 
     @property
     def name(self) -> str:
-        return f"stream-w{self.warps}-t{self.tiles_per_warp}-s{self.stages}-r{self.resident_warps}"
+        name = f"stream-w{self.warps}-t{self.tiles_per_warp}-s{self.stages}-r{self.resident_warps}"
+        return f"{name}-h{self.halved}" if self.halved else name
 
     @property
     def groups(self) -> int:
@@ -200,6 +209,7 @@ class StreamPlan(VerifyPlan):
             "GROUPS": self.groups, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
             "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": max(self.resident_warps // self.warps, 1),
+            **({"HALVED": 1} if self.halved else {}),
         }  # fmt: skip
 
     @property
@@ -207,10 +217,10 @@ class StreamPlan(VerifyPlan):
         """The layout of `stream.cu`: tiles of each warp, keys, `Scales`, `Head` of each value head, fold weights."""
         rows, head_dim = 4 * self.groups, self.problem.heads.key_dim
         log_rows = 16 * self.problem.log_blocks
-        keys = (2 * rows + log_rows) * head_dim * 2 + 8 * rows + 64
+        keys = (2 * rows + log_rows) * head_dim * 2 + 8 * rows + max(4 * log_rows, 64)
         blocks = 6 if self.groups == 4 else self.groups
-        head = 16 * rows + 512 * blocks + 8 * rows * rows + (512 * self.groups if log_rows else 0)
-        fold = 80 if log_rows else 0
+        head = 16 * rows + 512 * blocks + 8 * rows * rows + 512 * self.groups * self.problem.log_blocks
+        fold = 4 * (log_rows + 4) if log_rows else 0
         return self.warps * (self.warp_bytes + fold) + keys + self.heads_per_cta * head
 
     @property
@@ -223,14 +233,36 @@ class StreamPlan(VerifyPlan):
         return self.problem.group, self.tiles_per_warp
 
     @property
+    def arguments(self) -> tuple[int, ...]:
+        return *self.cut, self.halved_requests
+
+    @property
+    def halved_requests(self) -> int:
+        """The last requests, whose CTAs are halved; of a smaller batch all are."""
+        return -(-self.halved // self.ctas_per_request)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the CTAs, and halves of them, take whole value heads of a key head or shares of one."""
+        head_tiles = self.problem.heads.key_dim // 16
+
+        def whole(tiles: int) -> bool:
+            heads = self.warps * tiles // head_tiles if tiles < head_tiles else 0
+            return heads <= 2 and (self.warps * tiles % head_tiles == 0 or head_tiles % (self.warps * tiles) == 0)
+
+        tiles = self.tiles_per_warp
+        cuts = whole(tiles) and self.problem.group * head_tiles % (self.warps * tiles) == 0
+        return cuts and (not self.halved or (tiles % 2 == 0 and whole(tiles // 2)))
+
+    @property
     def fits(self) -> bool:
         """Whether a multiprocessor has the shared memory for as many warps as the registers are divided among."""
         return 228 * 1024 // (self.shared_bytes + 1024) >= self.macros["MIN_CTAS"]
 
     def grid(self, batch: int) -> tuple[int, ...]:
-        """A CTA per share of a key head and request."""
+        """A CTA per share of a key head and request, two for the last requests."""
         key_heads = self.problem.heads.key_heads
-        return self.ctas_per_request // key_heads, key_heads, batch
+        return self.ctas_per_request // key_heads, key_heads, batch + min(self.halved_requests, batch)
 
 
 def block_plans(problem: Problem) -> list[BlockPlan]:
@@ -248,31 +280,30 @@ def block_plans(problem: Problem) -> list[BlockPlan]:
     ]
 
 
-#: Cuts of `stream.cu` that have won somewhere, or nearly: warps and tiles per warp, then stages and resident warps.
+#: Cuts of `stream.cu` that have won somewhere, or nearly: warps and tiles per warp, stages and resident warps, CTAs
+#: that are halved (most often best: some 500, as many as run at a time).
 STREAM_CUTS = (
     (4, 4, 1, 16), (4, 4, 1, 12), (4, 4, 2, 16), (4, 4, 2, 12), (4, 4, 1, 20), (3, 8, 1, 15), (3, 8, 1, 12),
     (2, 4, 1, 16), (2, 4, 1, 12), (2, 2, 1, 16), (4, 2, 1, 16), (4, 2, 1, 12), (4, 1, 1, 16), (4, 1, 1, 12),
-    (2, 1, 1, 12), (8, 1, 1, 8),
+    (2, 1, 1, 12), (8, 1, 1, 8), (4, 4, 1, 20, 512), (4, 4, 1, 16, 512), (4, 4, 1, 16, 256), (4, 4, 2, 16, 512),
+    (4, 4, 1, 12, 512),
 )  # fmt: skip
 
 
 def stream_plans(problem: Problem) -> list[StreamPlan]:
     """The ways that `stream.cu` cuts a verification; none if the tree or the log is too large for it.
 
-    A CTA takes whole value heads of one key head, or a share of one.
+    A CTA takes whole value heads of one key head, or a share of one; the kernel has barriers for two that are shared.
     """
     check_heads(problem.heads)
-    if problem.rows > STREAM_ROWS or problem.log_rows > STREAM_ROWS:
+    most_log_rows = max(STREAM_ROWS, STREAM_RECORD_ROWS - problem.rows)
+    if problem.rows > STREAM_ROWS or problem.log_rows > most_log_rows:
         return []
     head_tiles = problem.heads.key_dim // 16
     plans = []
     for warps, tiles, *rest in STREAM_CUTS:
-        tiles = min(tiles, head_tiles)
-        whole = warps * tiles % head_tiles == 0 or head_tiles % (warps * tiles) == 0
-        plan = StreamPlan(problem, warps, tiles, *rest)
-        barriers = plan.heads_per_cta if tiles < head_tiles else 0  # the kernel has names for two
-        divides = whole and problem.group * head_tiles % (warps * tiles) == 0 and barriers <= 2
-        if divides and plan.fits and plan not in plans:
+        plan = StreamPlan(problem, warps, min(tiles, head_tiles), *rest)
+        if plan.divides and plan.fits and plan not in plans:
             plans.append(plan)
     return plans
 

@@ -1,4 +1,5 @@
-// Tree verification of at most 16 rows over a dense state and a log of at most 16 committed rows: warps that stream.
+// Tree verification of at most 16 rows over a dense state and a log of at most 16 committed rows, or of as many as make 32
+// with those of the tree: warps that stream.
 //
 // Computes what verify.cu computes (the equations are there), for the trees that most requests have. The warps of a CTA
 // place keys and queries in shared memory together; each then streams tiles of 16 value rows x DIM keys of one head's S
@@ -25,6 +26,8 @@
 // first tile, and asks for the next one, before it makes small matrices: they are then made in the shadow of that copy.
 // Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the way the
 // tile comes, since loads into registers are waited for at the end of the loop.
+// End of a launch. What a multiprocessor still does when others have nothing left is half a CTA on average, and a CTA that
+// folds a log lives longer. With HALVED the last requests have twice the CTAs, each with half the tiles of every warp.
 // Occupancy: MIN_CTAS bounds the registers. 12, 16 or 20 warps of a multiprocessor have 168, 128 or 96 registers, and with
 // 16 of them 128 KiB of fp32 tiles are in flight; every one is at another point of its life. 16 rows with an fp32 state fit
 // three CTAs of four warps.
@@ -34,8 +37,11 @@
 #ifndef GROUPS  // groups of four tree rows: 1, 2 or 4
 #define GROUPS 1
 #endif
-#ifndef LOG_BLOCKS  // 0, or 1 for a log of up to 16 rows
+#ifndef LOG_BLOCKS  // blocks of 16 log rows: 0, 1 or 2
 #define LOG_BLOCKS 1
+#endif
+#ifndef HALVED  // whether the last requests are cut finer
+#define HALVED 0
 #endif
 #ifndef WARPS
 #define WARPS 4
@@ -47,7 +53,7 @@
 #define STAGES 1
 #endif
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 4 * GROUPS, PAIRS = (GROUPS + 1) / 2, LOG_ROWS = 16;
+constexpr int ROWS = 4 * GROUPS, PAIRS = (GROUPS + 1) / 2, LOG_ROWS = LOG_BLOCKS == 2 ? 32 : 16;
 constexpr int TILES_PER_HEAD = DIM / 16;
 // A tile in shared memory, whose lines of 128 bytes an asynchronous copy of a warp fills four at a time. fp32: 16-byte pieces
 // in the order of the lanes that copy and read them. bf16: rows, first the even ones, then the odd ones, as load_matrix4
@@ -79,7 +85,7 @@ struct Head {
   float4 factor[ROWS];               // beta, -beta e^G / |k|, e^G DIM^-0.5 / |q|; where u goes, in bytes from the records
   uint4 tree[BLOCKS_OF_TREE][32];    // [T - I; C T]: hi, lo, least
 #if LOG_BLOCKS
-  uint4 log[GROUPS][32];             // [L_log; C_log]: hi of log rows 2 t and 2 t + 1, hi of 2 t + 8 and 2 t + 9, lo of both
+  uint4 log[LOG_BLOCKS][GROUPS][32];  // [L_log; C_log]: hi of a block's rows 2 t and 2 t + 1, of 2 t + 8 and 2 t + 9, lo
 #endif
   float L[ROWS][ROWS], C[ROWS][ROWS];  // then T - I and C T
 };
@@ -148,7 +154,7 @@ struct Gates {
 template <int NAME>
 DEVICE void barrier(int threads) { asm volatile("bar.sync %0, %1;" ::"n"(NAME), "r"(threads) : "memory"); }
 
-// grid: (CTAs of a key head, key heads, requests)
+// grid: (CTAs of a key head, key heads, requests); the last `halved` requests have two CTAs in place of each
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, int q_pitch, int k_pitch,
               int v_pitch, const void* __restrict__ a, const void* __restrict__ b, int gates_bf16,
@@ -156,15 +162,25 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
               int mask_pitch, state_t* state, const int* __restrict__ slots, log_t* u_records, u16* k_records,
               float* g_records, int record_rows, const int* __restrict__ log_length, const int* __restrict__ row_list,
               u16* __restrict__ output, int rows, int key_heads, int value_heads, int group, int tiles_per_warp,
-              int capacity, int reserve, float norm_eps) {
-  const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+              int halved, int capacity, int reserve, float norm_eps) {
+  const int key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+#if HALVED
+  int request = blockIdx.z, share = blockIdx.x;
+  const int whole = (int)gridDim.z - 2 * min(halved, (int)gridDim.z / 2);  // requests that are not halved
+  if (request >= whole) {
+    const int half = request - whole;
+    request = whole + (half >> 1), share = 2 * share + (half & 1), tiles_per_warp >>= 1;
+  }
+#else
+  const int request = blockIdx.z, share = blockIdx.x;
+#endif
   const int g = lane >> 2, t = lane & 3;
   const int row = lane - 16;  // lanes 0-15 stand for the rows of the log, lanes 16-31 for those of the tree
   const bool is_tree = row >= 0 && row < rows, is_query = g & 1;
   const i64 record_base = (i64)request * record_rows;
   const int first_token = request * rows;
   // Tiles of the CTA and of this warp, counted from the first of the key head. A warp's tiles are of one value head.
-  const int cta_tile = blockIdx.x * WARPS * tiles_per_warp, my_tile = cta_tile + warp * tiles_per_warp;
+  const int cta_tile = share * WARPS * tiles_per_warp, my_tile = cta_tile + warp * tiles_per_warp;
   const int head_of_key = my_tile / TILES_PER_HEAD, value_head = key_head * group + head_of_key;
   // The first warp of a head makes the small matrices of its tree, the second those of its log, if there is one. Key heads
   // take turns in which is the first, so that the four schedulers of a multiprocessor have the same work.
@@ -210,7 +226,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
       const int r = tid / LANES + i * ROWS_AT_ONCE;
-      const int source = shuffle(listed, r & 15);
+      const int source = shuffle(listed, r & LOG_ROWS - 1);
       log_words[i] = make_uint4(0, 0, 0, 0);
       if (r < length)
         log_words[i] = *(const uint4*)(k_records + ((record_base + source) * key_heads + key_head) * DIM + piece * 8);
@@ -238,7 +254,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   // Rows that are not there stand for the last (the first of the log): their factors are zero.
   const u32 record_bytes = value_heads * DIM * (u32)sizeof(log_t);  // u of one row
   const u32 first_value = value_head * DIM + my_tile % TILES_PER_HEAD * 16;
-  constexpr int U_PIECES = (int)sizeof(log_t), U_COPIES = U_PIECES / 2;  // 16-byte pieces of a row; copies of a lane
+  constexpr int U_PIECES = (int)sizeof(log_t), U_COPIES = LOG_ROWS * U_PIECES / 32;  // 16-byte pieces; copies of a lane
   u32 v_from = ((u32)(first_token + min(lane >> 1, rows - 1)) * v_pitch + first_value) * 2 + (lane & 1) * 16;
   u32 u_from[U_COPIES] = {};
 #pragma unroll
@@ -247,6 +263,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     u_from[i] = first_value * (u32)sizeof(log_t) + lane % U_PIECES * 16 +
                 ((u32)record_base + shuffle(listed, r < length ? r : 0)) * record_bytes;
   }
+  const bool second_block = length > 16;  // of the log
   auto copy_rows = [&](u32 side) {  // and go to the next tile
     if (lane < 2 * ROWS) copy_async16(side + lane * 16, (const u8*)v + v_from);
     v_from += 32;
@@ -254,6 +271,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
       for (int i = 0; i < U_COPIES; i++) {
         const int r = (lane + 32 * i) / U_PIECES;
+        if (LOG_BLOCKS == 2 && i >= U_COPIES / 2 && !second_block) continue;
         copy_async16(side + U_OFFSET + u_place(r, lane % U_PIECES), (const u8*)u_records + u_from[i]);
         u_from[i] += 16 * (u32)sizeof(log_t);
       }
@@ -268,17 +286,30 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   // ---- log decays along the paths: every lane jumps to the ancestor of its ancestor ----
   const float beta = is_tree ? sigmoid(gate_value(gates.b, gates_bf16)) : 0.f;
   const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : gates.log_decay;
-  double G = own_decay;
+  // With one block, lanes 0-15 have the sums of log rows. With two, log rows have numbers of their own in all lanes.
+  double G = LOG_BLOCKS < 2 || is_tree ? own_decay : 0.f;
+  double log_G = LOG_BLOCKS == 2 && lane < length ? gates.log_decay : 0.f;
   if (of_tree || of_log || flush) {
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
-    int up = is_tree ? (above ? 16 + 31 - __clz(above) : flush ? -1 : length - 1) : lane < length ? lane - 1 : -1;
+    const int of_root = LOG_BLOCKS == 2 || flush ? -1 : length - 1;  // who is above the root
+    const int of_other = LOG_BLOCKS < 2 && lane < length ? lane - 1 : -1;
+    int up = is_tree ? (above ? 16 + 31 - __clz(above) : of_root) : of_other;
     while (__any_sync(0xffffffffu, up >= 0)) {
       const int from = max(up, 0);
       const double more = shuffle(G, from);
       const int next = shuffle(up, from);
       if (up >= 0) G += more, up = next;
     }
+    if (LOG_BLOCKS == 2) {
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const double more = __shfl_up_sync(0xffffffffu, log_G, step);
+        if (lane >= step) log_G += more;
+      }
+      if (!flush) G += shuffle(log_G, 31);
+    }
   }
+  if (LOG_BLOCKS < 2) log_G = G;
 
   // ---- keys and queries to shared memory, norms; records of the keys ----
   auto place_keys = [&](u16* to, int r, uint4 w, float* scale, float factor) {
@@ -295,7 +326,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       place_keys(keys, column, words[i], &scales.tree[column],
                  column & 1 ? (DIM == 128 ? 0.08838834764831845f : 0.125f) : 1.f);
       const int to = shuffle(tree_record, 16 + r);
-      if (blockIdx.x == 0 && !(column & 1) && r < rows)  // what it overwrites is no log row of this launch
+      if (share == 0 && !(column & 1) && r < rows)  // what it overwrites is no log row of this launch
         *(uint4*)(k_records + ((record_base + to) * key_heads + key_head) * DIM + piece * 8) = words[i];
     }
   }
@@ -308,8 +339,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   }
   __syncthreads();
   if (LOG_BLOCKS && flush) {
-    const double last = shuffle(G, length - 1);
-    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - G)) * scales.log[lane] : 0.f;
+    const double last = shuffle(log_G, length - 1);
+    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - log_G)) * scales.log[lane] : 0.f;
     if (lane == 0) fold[LOG_ROWS] = exp_near_one((float)last);
   }
 
@@ -318,7 +349,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   const u32 b_offset = GROUPS == 1 ? (lane & 7) * 2 * DIM + (((lane >> 3) ^ (lane & 7)) << 4) : b_key_offset(lane);
   u32 u_offset = (first_value + 2 * g) * (u32)sizeof(log_t);
   u32 out_offset = ((u32)(first_token + t) * value_heads * DIM + first_value + 2 * g) * 2;
-  uint4 log_kept[KEEP && LOG_BLOCKS ? GROUPS : 1], tree_kept[KEEP ? BLOCKS_OF_TREE : 1];
+  uint4 log_kept[LOG_BLOCKS ? LOG_BLOCKS : 1], tree_kept[KEEP ? BLOCKS_OF_TREE : 1];
   float4 factor_kept[KEEP ? GROUPS : 1];
   int stage = 0, side_place = 0;  // in bytes from the first
 #pragma unroll 1
@@ -352,7 +383,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     const uint4* pieces = (const uint4*)(stages + stage) + lane;
 #endif
     const u8* side = sides + side_place;
-    auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9
+    auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9, then of the next block
       const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
       return load_u((const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15)));
     };
@@ -375,14 +406,16 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     } else {
 #if LOG_BLOCKS
       // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
-      u32 part[3][4];
+      u32 part[LOG_BLOCKS][3][4];
       const float all = fold[LOG_ROWS];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 w = *(const float2*)&fold[2 * t + 8 * i];
-        const float2 x = logged(2 * i), y = logged(2 * i + 1);
-        split3(w.x * x.x, w.y * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
-        split3(w.x * x.y, w.y * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
+      for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
+        u32(&to)[3][4] = part[i / 2];
+        const int c = 2 * (i & 1);
+        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = logged(2 * i), y = logged(2 * i + 1);
+        if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
+        split3(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
+        split3(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
       }
       const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
 #pragma unroll 1
@@ -392,7 +425,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
           const int j = pair + odd;
           u32 hi[4], lo[4], x[4];
           float s[8], left[4] = {}, right[4] = {};  // s: two keys of either value row, then two more of either
-          load_matrix4_transposed(x, fold_address + (fold_offset ^ (32 * j)));
 #if STATE_BF16
           load_matrix4(hi, first_stage + stage + (matrix ^ (32 * j)));
 #pragma unroll
@@ -402,9 +434,13 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
           s[0] = y.x, s[1] = y.y, s[2] = z.x, s[3] = z.y, s[4] = y.z, s[5] = y.w, s[6] = z.z, s[7] = z.w;
 #endif
 #pragma unroll
-          for (int p = 2; p >= 0; p--) {
-            mma(left, part[p], x[0], x[1]);
-            mma(right, part[p], x[2], x[3]);
+          for (int block = 0; block < LOG_BLOCKS; block++) {
+            load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+#pragma unroll
+            for (int p = 2; p >= 0; p--) {
+              mma(left, part[block][p], x[0], x[1]);
+              mma(right, part[block][p], x[2], x[3]);
+            }
           }
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -461,9 +497,18 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
           row_G[i] = shuffle(G_first, source), row_rest[i] = shuffle(G_rest, source);
         }
 #if LOG_BLOCKS
-        if (of_log && sees_log) {
+        auto log_column = [&](int source) {
+#if LOG_BLOCKS == 2
+          const float first = (float)log_G, rest = (float)(log_G - first), scale = lane < length ? scales.log[lane] : 0.f;
+          return Column{shuffle(first, source), shuffle(rest, source), shuffle(scale, source)};
+#else
+          return column_of(source);
+#endif
+        };
+#pragma unroll 1
+        for (int block = 0; of_log && sees_log && block < (LOG_BLOCKS == 2 && second_block ? 2 : 1); block++) {
           float gram[PAIRS][2][4] = {};
-          const u32 log_address = shared_address(log_keys), b_offset = b_key_offset(lane);
+          const u32 log_address = shared_address(log_keys) + block * 32 * DIM, b_offset = b_key_offset(lane);
 #pragma unroll 4
           for (int j = 0; j < K_STEPS; j++) {
             u32 y[4];
@@ -476,7 +521,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
               mma(gram[p][1], x, y[2], y[3]);
             }
           }
-          const Column columns[4] = {column_of(2 * t), column_of(2 * t + 1), column_of(2 * t + 8), column_of(2 * t + 9)};
+          const int r = 16 * block + 2 * t;
+          const Column columns[4] = {log_column(r), log_column(r + 1), log_column(r + 8), log_column(r + 9)};
 #pragma unroll
           for (int i = 0; i < GROUPS; i++) {
             const float sign = is_query ? factor[i] : -factor[i];
@@ -488,7 +534,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
             u32 hi[2], lo[2];
             split2(w[0], w[1], hi[0], lo[0]);
             split2(w[2], w[3], hi[1], lo[1]);
-            head.log[i][lane] = make_uint4(hi[0], hi[1], lo[0], lo[1]);
+            head.log[block][i][lane] = make_uint4(hi[0], hi[1], lo[0], lo[1]);
           }
         }
 #endif
@@ -605,7 +651,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       else barrier<2>(sharers);
       if (KEEP) {
 #if LOG_BLOCKS
-        log_kept[0] = head.log[0][lane];
+#pragma unroll
+        for (int block = 0; block < LOG_BLOCKS; block++) log_kept[block] = head.log[block][0][lane];
 #endif
         factor_kept[0] = head.factor[t];
         tree_kept[0] = head.tree[0][lane];
@@ -626,15 +673,15 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
     }
 #if LOG_BLOCKS
-    u32 hi[4], mid[4], lo[4];
-    if (sees_log) {
+    u32 hi[LOG_BLOCKS][4], mid[LOG_BLOCKS][4], lo[LOG_BLOCKS][4];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 * LOG_BLOCKS; i++)
+      if (sees_log && (i < 2 || second_block)) {
         const float2 first = logged(2 * i), second = logged(2 * i + 1);
-        split3(first.x, second.x, hi[2 * i], mid[2 * i], lo[2 * i]);
-        split3(first.y, second.y, hi[2 * i + 1], mid[2 * i + 1], lo[2 * i + 1]);
+        const int b = i / 2, c = 2 * (i & 1);
+        split3(first.x, second.x, hi[b][c], mid[b][c], lo[b][c]);
+        split3(first.y, second.y, hi[b][c + 1], mid[b][c + 1], lo[b][c + 1]);
       }
-    }
 #endif
     if (STAGES > 1) {
       __syncwarp();  // every lane has read v and u
@@ -642,23 +689,25 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       copy_commit();
     }
 #if LOG_BLOCKS
-    if (sees_log) {
-      float small[GROUPS][4] = {};  // a second chain where there are few
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++) {
-        const uint4 w = KEEP ? log_kept[KEEP ? i : 0] : head.log[i][lane];
-        float(&second)[4] = CHAINS ? small[i] : x[i];
-        mma(second, lo, w.x, w.y);
-        mma(second, mid, w.z, w.w);
-        mma(x[i], hi, w.z, w.w);
-        mma(second, mid, w.x, w.y);
-        mma(x[i], hi, w.x, w.y);
-        if (CHAINS) {
+    for (int b = 0; b < LOG_BLOCKS; b++)
+      if (sees_log && (b == 0 || second_block)) {
+        float small[GROUPS][4] = {};  // a second chain where there are few
 #pragma unroll
-          for (int e = 0; e < 4; e++) x[i][e] += small[i][e];
+        for (int i = 0; i < GROUPS; i++) {
+          const uint4 w = KEEP ? log_kept[b] : head.log[b][i][lane];
+          float(&second)[4] = CHAINS ? small[i] : x[i];
+          mma(second, lo[b], w.x, w.y);
+          mma(second, mid[b], w.z, w.w);
+          mma(x[i], hi[b], w.z, w.w);
+          mma(second, mid[b], w.x, w.y);
+          mma(x[i], hi[b], w.x, w.y);
+          if (CHAINS) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[i][e] += small[i][e];
+          }
         }
       }
-    }
 #endif
 
     // ---- u = R + (T - I) R, o += C T R ----

@@ -15,7 +15,7 @@ LOG_ROWS, LONG_LOG_ROWS = 16, 24
 #: Longest paths and most rows of the trees that have the longer log. A path of 8 rows is half of a log of 16, which
 #: would be folded nearly every second step; shorter paths fold rarely enough, longer ones and larger trees do not repay
 #: what more rows of a log cost.
-LONG_PATHS, LONG_LOG_TREE = range(5, 9), 16
+LONG_PATHS, LONG_LOG_TREE = range(5, 9), 8
 
 
 def log_capacity(rows: int, longest_path: int) -> int:

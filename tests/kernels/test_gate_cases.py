@@ -63,7 +63,7 @@ def test_the_limits_that_the_page_shows_are_those_that_the_gate_judges_by() -> N
 def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stream and wide plan that a point can take, each at a place of its own."""
     rows: dict[Place, PlanRow] = {}
-    for i, point in enumerate(default_axes("cuda", False, ("treelog", "bole", "replayssm")).points()):
+    for i, point in enumerate(default_axes("cuda", False, ("treelog", "treewy", "bole", "replayssm")).points()):
         plans: list[VerifyPlan] = [*stream_plans(problem_of(point)), *wide_plans(problem_of(point))]
         if plans:
             place, name = place_of(problem_of(point), point.batch), plans[i % len(plans)].name

@@ -115,7 +115,7 @@ def test_shared_memory_formula_is_that_of_the_source(rows: int, log_rows: int) -
 
 
 @needs_compiler
-@pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (4, 16), (8, 16), (16, 0), (16, 16)])
+@pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (4, 16), (4, 28), (8, 16), (8, 24), (16, 0), (16, 16)])
 def test_shared_memory_formula_of_streams_is_that_of_the_source(rows: int, log_rows: int) -> None:
     plan = next(plan for plan in stream_plans(problem(rows, log_rows)) if plan.heads_per_cta == 1)
     small = plan.shared_bytes - plan.warps * plan.warp_bytes
