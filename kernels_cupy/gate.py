@@ -40,14 +40,18 @@ from lab import oracle
 from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import SessionSpec
+from lab.methods.treelog import LONG_LOG_ROWS, log_capacity
 
 #: Largest errors allowed: fp32 state, and what rounding the state to bf16 once per write adds.
 LIMITS = {
     "float32": {"u": 1e-5, "output": 1e-4, "state": 1e-5},
     "bfloat16": {"u": 1e-5, "output": 1e-4, "state": 4e-3},
 }
-#: Records with u in bf16, which rounds the state that they stand for.
-RECORDS_BF16 = {"u": 4e-3, "state": 2e-2}
+#: u in bf16 is off by 2^-8 at most. The state that such records stand for is judged after every step: by that much for
+#: each row of the path, as independent errors add up, since later rows may cancel what earlier ones wrote. `replayssm`
+#: has had 2.4e-3 for one row, 1e-2 for 20 and 1.9e-2 for 64.
+RECORDS_BF16 = {"u": 4e-3, "state": 4e-3}
+MOST_RECORDS_BF16_STATE = 2e-2
 #: A flush inside the verification may round numbers to their other neighbours, 2^-8 away, and goes on with them.
 FLUSH_BF16 = {"u": 5e-4, "output": 8e-3}
 #: A storeall tree with a bf16 state rounds every row's state, which its children start from.
@@ -61,6 +65,8 @@ SIZES = (
 )  # fmt: skip
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
+#: Steps of a case: with treelog's longer log more, so that verifications fold logs of every length.
+STEPS, LONG_LOG_STEPS = 5, 8
 #: Device memory that a process keeps between cases.
 POOL_BYTES = 1 << 30
 #: Plans that a case runs at least, of the kernels with many.
@@ -81,7 +87,7 @@ class Case:
     chain: bool
     batch: int
     plan: VerifyPlan | None = None
-    steps: int = 5
+    steps: int = STEPS
 
     @property
     def heads(self) -> LayerHeads:
@@ -135,7 +141,8 @@ def uncut(trees: int, quick: bool) -> Iterator[Case]:
         for (rows, path), method in itertools.product(QUICK_SIZES if quick else SIZES, SESSIONS):
             batch = max(odd, 43) if method in DECODING and not quick else odd
             for chain in shapes_of(method, rows, path):
-                yield Case(method, dtype, HK, HV, 128, rows, path, chain, batch)
+                steps = LONG_LOG_STEPS if method == "treelog" and log_capacity(rows, path) == LONG_LOG_ROWS else STEPS
+                yield Case(method, dtype, HK, HV, 128, rows, path, chain, batch, steps=steps)
     for dtype, method, batch in itertools.product(("float32", "bfloat16"), SESSIONS, (1, 3)):
         rows = 1 if method in DECODING else 4 if method == "replayssm" else 16
         path = rows if method == "replayssm" else min(rows, 4)
@@ -301,7 +308,8 @@ def failures(case: Case, worst: dict[str, float]) -> list[str]:
     if case.method in ("treewy", "treelog", "deltalog", "replayssm") and case.state_dtype == "bfloat16":
         limits |= FLUSH_BF16
     if log_in_bf16(case.method, case.heads):
-        limits |= {kind: max(limit, limits[kind]) for kind, limit in RECORDS_BF16.items()}
+        limits["u"] = RECORDS_BF16["u"]
+        limits["state"] = min(RECORDS_BF16["state"] * case.max_path**0.5, MOST_RECORDS_BF16_STATE)
     if case.method == "storeall" and case.state_dtype == "bfloat16":
         limits |= STOREALL_BF16
     return [kind for kind, value in worst.items() if not value <= limits[kind]]

@@ -89,8 +89,11 @@ def variants() -> Iterator[Variant]:
             Problem(LayerHeads(16, 32, dim, dim, dtype), rows, log_rows)
             for rows, log_rows in (sizes if dim == 128 else [(16, 0), (16, 16)])
         ]
-        if dim == 128:
-            yield Variant("commit.cu", (("LOG_BF16", 1), state[1]))
+        if dim == 128 or dtype == "bfloat16":
+            yield Variant("commit.cu", (*(state[:1] if dim == 64 else ()), ("LOG_BF16", 1), state[1]))
+        if dtype == "bfloat16":  # treelog's logs; those of treewy and deltalog stay in fp32
+            problems += [replace(problem, log_bf16=True) for problem in problems if problem.log_rows]
+        elif dim == 128:  # replayssm
             problems.append(replace(problems[0], rows=4, log_bf16=True))
         plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
         plans += [plan for problem in problems for ways in (stream_plans, wide_plans) for plan in ways(problem)[:1]]

@@ -45,7 +45,7 @@ def cases() -> list[Case]:
     for case in gate_cases(trees=1):
         if case.key_heads == 16:
             continue
-        small, plan = replace(case, batch=3, steps=3), case.plan
+        small, plan = replace(case, batch=3, steps=case.steps - 2), case.plan
         few = (case.rows, case.max_path) in SIZES
         if isinstance(plan, BlockPlan):
             by_code.setdefault(machine_code(plan), small)

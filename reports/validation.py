@@ -171,6 +171,7 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
         device=evidence.device(),
         gate=evidence.gate(),
         drift=evidence.drift(),
+        bf16_drift=evidence.bf16_drift(),
         decays=evidence.decays(),
         sanitizer=evidence.sanitizer(),
         alone=evidence.alone(),

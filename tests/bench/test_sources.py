@@ -12,7 +12,7 @@ import pytest
 import kernels_cupy
 from kernels_cupy import attention
 from kernels_cupy.compiler import LAUNCHED, SOURCE_DIR, kernel_hash
-from kernels_cupy.drift import DECAYS, GROUPS
+from kernels_cupy.drift import BF16_GROUPS, DECAYS, FP32_RECORDS, GROUPS
 from kernels_cupy.gate import cases
 from kernels_cupy.sanitize import TOOLS
 from kernels_cupy.sanitize import cases as sanitized_cases
@@ -93,12 +93,16 @@ def test_the_gate_ran_the_cases_that_it_has_now(folder: Path) -> None:
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 def test_the_closed_loop_ran_every_group_for_10000_steps_and_failed_in_none(folder: Path) -> None:
     rows = record_of(folder, "drift")["rows"]
-    found = Counter((row["group"], row["decay"], row["method"], row["steps"][-1], *row["failed"]) for row in rows)
+    found = Counter(
+        (row["group"], row["decay"], row.get("state_dtype"), row["method"], row["steps"][-1], *row["failed"])
+        for row in rows
+    )
     wanted = Counter(
-        (group, decay, method, 10_000)
-        for group, (_, methods) in GROUPS.items()
+        (group, decay, dtype, method, steps)
+        for dtype, steps, groups in (("float32", 10_000, GROUPS), ("bfloat16", 2_000, BF16_GROUPS))
+        for group, (_, methods) in groups.items()
         for decay in DECAYS
-        for method in methods
+        for method in (*methods, *([FP32_RECORDS] if dtype == "bfloat16" else []))
     )
     assert found == wanted, AGAIN.format("drift")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from beside_oracle import StepErrors, random_steps, run_beside_oracle
@@ -24,9 +26,9 @@ GROUPS = {
 REGIMES = {"mild": MILD, "no-decay": Regime(decay="none")}
 
 
-def closed_loop(group: str, regime: str, steps: int) -> dict[str, StepErrors]:
+def closed_loop(group: str, regime: str, steps: int, dtype: str = "float32") -> dict[str, StepErrors]:
     tree, methods = GROUPS[group]
-    spec = SessionSpec.for_tree(HEADS, tree, batch=2)
+    spec = SessionSpec.for_tree(replace(HEADS, state_dtype=dtype), tree, batch=2)
     rng = np.random.default_rng(13)
     states = random_states(spec, 2, rng)
     sessions = {name: SESSIONS[name](spec, states, [1, 0]) for name in methods}
@@ -57,6 +59,20 @@ def check_drift(errors: dict[str, StepErrors]) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_inv2_closed_loop_of_300_steps(group: str, regime: str) -> None:
     check_drift(closed_loop(group, regime, steps=300))
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("group", ["tree", "chain"])
+def test_a_bf16_state_with_treelogs_bf16_records_stays_nearer_than_one_rounded_in_every_row(
+    group: str, regime: str
+) -> None:
+    """treelog rounds u once and the state once per flush; replayssm rounds keys as well, storeall every row's state."""
+    errors = closed_loop(group, regime, steps=300, dtype="bfloat16")
+    median = {name: np.median(found.state[100:]) for name, found in errors.items()}
+    print(median)
+    assert median["treelog"] < 0.85 * median["storeall"]
+    if "replayssm" in median:
+        assert median["treelog"] < median["replayssm"]
 
 
 @pytest.mark.slow

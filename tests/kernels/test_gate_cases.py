@@ -12,6 +12,7 @@ import pytest
 
 from kernels_cupy.choice import choose_plan, place_of
 from kernels_cupy.covering import MachineCode, machine_code, shipped_plans, traits_of
+from kernels_cupy.drift import bf16_failures
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
@@ -153,6 +154,27 @@ def test_an_error_that_is_no_number_is_red() -> None:
     assert failures(case, {"state": float("nan")}) == ["state"]
     assert failures(case, {"state": 1.1e-5, "u": 9e-6}) == ["state"]
     assert drift_failures("treelog", [1e-6, float("nan")]) != []
+
+
+def test_bf16_records_may_be_off_by_their_rounding_and_no_more() -> None:
+    """u by 2^-8; states by as much per row of the path, added as independent errors, and 2e-2 at most."""
+    for method, path, limit in (
+        ("treelog", 1, 4e-3), ("treelog", 4, 8e-3), ("replayssm", 9, 1.2e-2), ("treelog", 64, 2e-2),
+        ("treewy", 64, 4e-3),
+    ):  # fmt: skip
+        case = Case(method, "bfloat16", 1, 2, 128, 64, path, False, 3)
+        assert failures(case, {"state": 0.99 * limit}) == []
+        assert failures(case, {"state": 1.01 * limit}) == ["state"]
+    assert failures(Case("treelog", "bfloat16", 1, 2, 128, 7, 7, False, 3), {"u": 3.9e-3}) == []
+    assert failures(Case("treewy", "bfloat16", 1, 2, 128, 7, 7, False, 3), {"u": 3.9e-3}) == ["u"]
+    assert failures(Case("treelog", "float32", 1, 2, 128, 7, 7, False, 3), {"u": 3.9e-3}) == ["u"]
+
+
+def test_a_bf16_loop_worse_than_storeall_is_red() -> None:
+    assert bf16_failures("treelog", [1e-3, 2e-3], [3e-3, 3e-3]) == []
+    assert bf16_failures("treelog", [1e-3, 4e-3], [3e-3, 3e-3]) == ["above storeall"]
+    assert bf16_failures("replayssm", [1e-3, 4e-3], [3e-3, 3e-3]) == []
+    assert bf16_failures("treewy", [1e-3, float("nan")], [3e-3, 3e-3]) == ["not finite"]
 
 
 def test_a_loop_whose_error_grows_is_red() -> None:
