@@ -34,6 +34,7 @@ from kernels_cupy.choice import candidates, runs_here
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
+from kernels_cupy.lanes_plans import LanesPlan
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
@@ -66,7 +67,7 @@ DECODING = ("recurrent", "deltalog")
 #: Device memory that a process keeps between cases.
 POOL_BYTES = 1 << 30
 #: Plans that a case runs at least, of the kernels with many.
-FEW_PLANS = {StreamPlan.file: 2, WidePlan.file: 1}
+FEW_PLANS = {StreamPlan.file: 2, LanesPlan.file: 2, WidePlan.file: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     """Methods x state types x head groupings x sizes x plans, `trees` requests (an odd number) in each.
 
     Every plan of `verify.cu` with four warps runs in each, with more warps where it is first possible; of those of
-    `stream.cu` and `wide.cu` some do, and all that ship in one at least.
+    `stream.cu`, `lanes.cu` and `wide.cu` some do, and all that ship in one at least.
     """
     sessions = list(uncut(trees, quick))
     problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]
