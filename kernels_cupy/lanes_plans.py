@@ -1,4 +1,4 @@
-"""How `lanes.cu` cuts a verification of one or two rows: tiles of value rows in the registers of a warp."""
+"""How `lanes.cu` cuts a verification of one to four rows: tiles of value rows in the registers of a warp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from kernels_cupy.plans import Problem, VerifyPlan, check_heads
 
 #: Most tree rows and log rows of `lanes.cu`.
-ROWS, LOG_ROWS = 2, 16
+ROWS, LOG_ROWS = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,13 @@ class LanesPlan(VerifyPlan):
 
     @property
     def shared_bytes(self) -> int:
-        """The layout of `lanes.cu`: dots and keys of the log, the log's u of each warp's tile."""
+        """The layout of `lanes.cu`: dots of the tree, dots and keys of the log, the log's u of each warp's tile."""
+        rows = self.problem.rows
+        tree = 4 * (rows + 1) * (4 if rows <= 2 else 8)
         if not self.problem.log_blocks:
-            return 0
-        dots = 4 * LOG_ROWS * (2 * self.problem.rows + 1)
-        return dots + 2 * LOG_ROWS * self.problem.heads.key_dim + 4 * LOG_ROWS * self.warps * self.tile_rows
+            return tree
+        dots, keys = 4 * LOG_ROWS * (2 * rows + 1), 2 * LOG_ROWS * self.problem.heads.key_dim
+        return tree + dots + keys + 4 * LOG_ROWS * self.warps * self.tile_rows
 
     @property
     def ctas_per_request(self) -> int:
@@ -64,10 +66,11 @@ class LanesPlan(VerifyPlan):
 
     @property
     def divides(self) -> bool:
-        """Whether whole warps make up a value head, and whole CTAs the value heads of a key head."""
+        """Whether whole warps make up a value head, whole CTAs the value heads of a key head, each row has a warp."""
         head_dim = self.problem.heads.key_dim
         of_warp = self.tile_rows * self.tiles_per_warp
-        return head_dim % of_warp == 0 and self.problem.group * head_dim % self.rows_per_cta == 0
+        whole = head_dim % of_warp == 0 and self.problem.group * head_dim % self.rows_per_cta == 0
+        return whole and self.warps >= self.problem.rows
 
     def grid(self, batch: int) -> tuple[int, ...]:
         """A CTA per share of a key head's value heads and request."""
@@ -76,7 +79,10 @@ class LanesPlan(VerifyPlan):
 
 
 #: Cuts that have won somewhere, or nearly: warps, value rows of a tile, tiles of a warp, resident warps.
-LANES_CUTS = ((4, 8, 1, 16), (8, 4, 1, 16), (8, 8, 1, 16), (4, 16, 1, 16), (8, 16, 1, 16))
+LANES_CUTS = (
+    (4, 8, 1, 8), (4, 8, 1, 16), (4, 16, 1, 16), (4, 8, 2, 16), (4, 8, 4, 20), (4, 16, 1, 12), (8, 8, 1, 8),
+    (4, 16, 4, 12),
+)  # fmt: skip
 
 
 def takes(problem: Problem) -> bool:

@@ -93,7 +93,8 @@ def variants() -> Iterator[Variant]:
             yield Variant("commit.cu", (("LOG_BF16", 1), state[1]))
             problems.append(replace(problems[0], rows=4, log_bf16=True))
         plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
-        plans += [plan for problem in problems for ways in (stream_plans, lanes_plans, wide_plans) for plan in ways(problem)[:1]]
+        for ways in (stream_plans, lanes_plans, wide_plans):
+            plans += [plan for problem in problems for plan in ways(problem)[:1]]
     largest: dict[MachineCode, int] = {}
     for plan in (*plans, *shipped_plans()):
         key = machine_code(plan)

@@ -1,37 +1,42 @@
-// Verification of one or two tree rows over a dense state and a log of at most 16 committed rows, in fp32 lanes.
+// Tree verification of one to four rows over a dense state and a log of at most 16 committed rows, in fp32 lanes.
 //
-// Computes what verify.cu computes (the equations are there), for plain decoding and for chains and trees of two rows.
-// These have so few columns that tensor cores would multiply padding: here a warp loads a tile of TILE_ROWS value rows
-// straight into registers, multiplies by keys and queries there, and adds up across its lanes. No state passes through
-// shared memory, and a launch has at most one barrier.
+// Computes what verify.cu computes (the equations are there), for plain decoding and for the shortest chains and trees.
+// These have so few columns that a small batch waits for latency and tensor cores would multiply padding. Here a warp
+// loads a tile of TILE_ROWS value rows straight into registers, multiplies by keys and queries there, and adds up across
+// its lanes: no state passes through shared memory, and there is one barrier.
 //
-// Lanes. A lane holds 16 bytes of a value row, KEYS keys; LANES_OF_ROW neighbours hold the row. The tile's rows stand in
-// four quarters: register [c][i] is row i of quarter (lane / 8) ^ c. So whichever 128-byte line a lane reads, what it keeps
-// when it shares sums with lane ^ 16 or lane ^ 8 are the same registers for all lanes, and none has to be selected.
-// Sums. Lanes exchange the halves that the other keeps: over 16, then 8, then (with a selection) 4, 2 and 1, until each
-// lane has one row's S k and S q, and with them u and o.
-// Log. After the exchange over 16 a lane adds (weight of log row j) u_j for the rows that it has left, j = lane % 16: the
-// sum over the log is the same sum over lanes. Weights are e^(G_t - G_j) k_j.k_t / (|k_j| |k_t|) and the same with q_t. The
-// dots are made once per CTA, some log rows by each warp, and pass through shared memory.
-// Flush. S <- e^{G_h} S + sum_j fold_j u_j k_j^T in registers, written, and gone on with (rounded, if the state is bf16).
+// Lanes. A lane holds 16 bytes, KEYS keys, of a value row; LANES_OF_ROW neighbours hold the row. The rows of a tile stand
+// in four quarters: register [c][i] is row i of quarter (lane / 8) ^ c. A load still reads whole lines of 128 bytes, and
+// what a lane keeps when it shares sums with lane ^ 16 or lane ^ 8 are the same registers for all lanes: nothing has to be
+// selected.
+// Sums. Lanes give each other the half that the other keeps: across 16, then 8, then (with a selection) 4, 2 and 1, until
+// a lane has S k and S q of one value row for every tree row. It solves the rows one after the other and has u and o.
+// Log. When quarters have been shared across 16, lane j % 16 adds what row j of the log gives the rows that it has left,
+// (weight of row j) u_j: the sum over the log is then the same sum over lanes. The weights are e^(G_t - G_j) k_j.k_t / |k_j|,
+// and the same with q_t; what they have in common with S k, 1 / |k_t| and DIM^-0.5 / |q_t|, comes last.
+// Dots. Each warp makes those of some rows of the log, and of one row of the tree, with all keys and queries. They pass
+// through shared memory at the barrier, when the first tile has been multiplied.
+// Flush. S <- e^{G_h} S + sum_j fold_j u_j k_j^T in registers; written, and gone on with (rounded, if the state is bf16).
 //
-// Shared memory, with a log only: dots; then, for a flush, keys of the log and, for each warp, fold_j u_j of its tile.
+// Shared memory: `Tree`; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of each warp.
 // Order. All loads that need no other go first; then keys of the log, the tile and u of the log as soon as slot, length
-// and row list are there. Gates, norms and decays are made in the shadow of these loads. The next tile is asked for when
-// the present one has been multiplied.
-// Occupancy: a tile is 16 TILE_ROWS bytes of each lane's registers (half of it with a bf16 state); MIN_CTAS bounds the rest.
-// Precision: everything in fp32. Sums of log decays are sums of numbers of one sign up to the row itself, never
-// differences: an exponent is off by its own rounding only.
+// and row list are there. Gates and decays are made while these are on their way. The next tile is asked for when the sums
+// of the present one no longer need its registers.
+// Occupancy: a tile takes TILE_ROWS / 2 registers of a lane for each byte of a number; MIN_CTAS bounds the rest. With one
+// request every warp of the launch has a place at once, so that few rows per warp are fast; 8 requests fill 16 warps of
+// each multiprocessor with 8 KiB of an fp32 state.
+// Precision: all in fp32. A sum of log decays is a sum over rows between, of numbers of one sign, never a difference of
+// two such sums: an exponent is off by its own rounding only.
 // Nothing here needs an instruction newer than those of sm_80.
 #include "common.cuh"
 
-#ifndef ROWS  // tree rows: 1 or 2
+#ifndef ROWS  // tree rows: 1 to 4
 #define ROWS 1
 #endif
 #ifndef LOG_BLOCKS  // 0, or 1 for a log of up to 16 rows
 #define LOG_BLOCKS 1
 #endif
-#ifndef WARPS  // a power of two
+#ifndef WARPS  // a power of two, at least ROWS
 #define WARPS 4
 #endif
 #ifndef TILE_ROWS  // 4, 8, 16 or 32
@@ -40,31 +45,38 @@
 #ifndef TILES  // of a warp, one after the other
 #define TILES 1
 #endif
-#ifndef MIN_CTAS
+#ifndef MIN_CTAS  // bounds the registers
 #define MIN_CTAS 1
 #endif
 
 constexpr int THREADS = 32 * WARPS, LOG_ROWS = 16;
-constexpr int KEYS = 16 / (int)sizeof(state_t), WORDS = KEYS / 2;        // of a lane: state elements; words of a bf16 row
-constexpr int LANES_OF_ROW = DIM / KEYS, ROWS_AT_ONCE = 32 / LANES_OF_ROW;  // of a load of the warp
-constexpr int QUARTER = TILE_ROWS / 4;                                   // value rows
-constexpr int CLASSES = 4 / ROWS_AT_ONCE;                                // quarters of which a lane holds a part
-constexpr int LOG_CLASSES = CLASSES < 2 ? CLASSES : 2, LOG_LANES = 8 * LOG_CLASSES;  // when the log is added
-constexpr int LOG_OF_LANE = LOG_ROWS / LOG_LANES;
-constexpr int COLUMNS = 2 * ROWS;                                        // key of row 0, its query, key of row 1, its query
-constexpr int SELF = COLUMNS;                                            // |k_j|^2 among the dots of log row j
-constexpr int COPIES = 8 / QUARTER;                                      // lanes that end with the same value row
-constexpr int U_WORDS = QUARTER * (int)sizeof(log_t) > 4 ? QUARTER * (int)sizeof(log_t) / 4 : 1;
+constexpr int KEYS = 16 / (int)sizeof(state_t), WORDS = KEYS / 2;           // of a lane; words that they are in a key or query
+constexpr int LANES_OF_ROW = DIM / KEYS, ROWS_AT_ONCE = 32 / LANES_OF_ROW;  // of one load of a warp
+constexpr int QUARTER = TILE_ROWS / 4;
+constexpr int CLASSES = 4 / ROWS_AT_ONCE;                                   // quarters of which a lane holds a part
+constexpr int LOG_CLASSES = CLASSES < 2 ? CLASSES : 2;                      // and when the log is added
+constexpr int LOG_LANES = 8 * LOG_CLASSES, LOG_OF_LANE = LOG_ROWS / LOG_LANES;
+constexpr int U_WORDS = QUARTER * (int)sizeof(log_t) > 4 ? QUARTER * (int)sizeof(log_t) / 4 : 1;  // of a quarter
+constexpr int COPIES = 8 / QUARTER;                                         // lanes that end with the same value row
+constexpr int COLUMNS = 2 * ROWS, PITCH = ROWS > 2 ? 8 : 4;                 // key of row 0, its query, key of row 1, ...
+constexpr int SELF = COLUMNS;                                               // place of 1 / |k_j| among the dots of log row j
+constexpr int FOLD_UNROLL = 2;                                              // log rows of a turn of the fold's loop
+static_assert(WARPS >= ROWS && ROWS <= 4, "every row of the tree has a warp that makes its dots");
 static_assert(DIM % (TILE_ROWS * TILES) == 0 && TILE_ROWS >= 4 && TILE_ROWS <= 32, "tiles of a warp are of one head");
 
+// What the rows of the tree have between them, for all value heads.
+struct Tree {
+  float dots[ROWS][PITCH];  // k_s with the key and the query of every row
+  float scale[PITCH];       // 1 / |k| and DIM^-0.5 / |q| of each row, in the order of the columns
+};
 constexpr int DOTS_BYTES = LOG_BLOCKS ? (COLUMNS + 1) * LOG_ROWS * 4 : 0;
 constexpr int KEYS_BYTES = LOG_BLOCKS ? LOG_ROWS * DIM * 2 : 0;
 constexpr int FOLD_BYTES = LOG_BLOCKS ? LOG_ROWS * TILE_ROWS * 4 : 0;    // of a warp
 #ifdef EXPECTED_SHARED_BYTES
-static_assert(DOTS_BYTES + KEYS_BYTES + WARPS * FOLD_BYTES == EXPECTED_SHARED_BYTES, "LanesPlan.shared_bytes");
+static_assert(sizeof(Tree) + DOTS_BYTES + KEYS_BYTES + WARPS * FOLD_BYTES == EXPECTED_SHARED_BYTES, "LanesPlan.shared_bytes");
 #endif
 
-// Loads that stay where they are written: the order of a launch's first loads is what a small batch waits for.
+// Loads that the compiler does not divide, join or repeat.
 DEVICE u32 load2(const void* p) {
   u16 x;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(p));
@@ -81,7 +93,6 @@ DEVICE u32 load_gate_halves(const void* gates, u32 index, int gates_bf16) {
   const u32 low = load2(first), high = load2(first + (gates_bf16 ? 0 : 2));
   return gates_bf16 ? low : low | high << 16;
 }
-// `N` words.
 template <int N>
 DEVICE void load_words(u32 (&x)[N], const void* p) {
   if constexpr (N == 1) {
@@ -153,7 +164,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int quarter = lane >> 3, piece = lane % LANES_OF_ROW * KEYS;
   const int row_of_lane = quarter * QUARTER + (lane & 7) / COPIES;  // value row of the tile that the lane ends with
-  const int my_row = ROWS == 1 ? 0 : lane & 1;                       // tree row whose gates the lane makes
+  const int my_row = min(lane & 3, ROWS - 1);                         // tree row whose gates the lane makes
   const int warp_row = (blockIdx.x * WARPS + warp) * TILES * TILE_ROWS;  // counted from the first of the key head
   const int value_head = key_head * group + warp_row / DIM, first_row = warp_row % DIM;
   // Offsets in 32 bits: the host checks that no array but the state's has 4 GiB.
@@ -161,30 +172,34 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
 
   // ---- loads that need no other ----
   const int slot = load4(slots + request);
-  int length = 0, listed = lane;  // the first rows of the row list are those of the log, the next those of the tree
-  float stored_decay = 0.f;       // of record row `lane`, in the log or not: a request has no more than 18
-  if (LOG_BLOCKS) {
-    length = load4(log_length + request);
-    if (lane < record_rows) {
-      listed = load4(row_list + (record_base + lane));
-      stored_decay = __uint_as_float(load4(g_records + ((record_base + lane) * value_heads + value_head)));
-    }
-  }
-  u32 key_words[ROWS][WORDS], query_words[ROWS][WORDS];
-#pragma unroll
-  for (int t = 0; t < ROWS; t++) {
-    load_words(key_words[t], k + ((first_token + t) * (u32)k_pitch + key_head * DIM + piece));
-    load_words(query_words[t], q + ((first_token + t) * (u32)q_pitch + key_head * DIM + piece));
-  }
-  const u32 gate = (first_token + my_row) * value_heads + value_head;
-  const u32 a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
-  const u32 A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
-  const bool above = ROWS == 2 && (load4(masks + (u32)(request * mask_pitch + ROWS - 1)) & 1);  // row 0 is above row 1
+  int length = LOG_BLOCKS ? load4(log_length + request) : 0;
+  // The first rows of the row list are those of the log, the next those of the tree.
+  const u32 entry = record_base + min(lane, record_rows - 1);
+  const int listed = LOG_BLOCKS ? load4(row_list + entry) : lane;
+  float stored_decay = 0.f;  // of record row `lane`, in the log or not: a request has no more than 20
+  u32 key_words[ROWS][WORDS], query_words[ROWS][WORDS], a_bits, b_bits, A_bits, bias_bits, value_bits[ROWS];
+  u32 my_mask = 1, own_key_words[WORDS] = {}, own_query_words[WORDS] = {};  // own: of the tree row whose dots the warp makes
   const u16* values = v + (first_token * (u32)v_pitch + value_head * DIM + first_row + row_of_lane);
-  u32 value_bits[ROWS];
+  const u32 gate = (first_token + my_row) * value_heads + value_head;
+  u32 turn = ROWS;
+#pragma unroll 1
+  do {
 #pragma unroll
-  for (int t = 0; t < ROWS; t++) value_bits[t] = load2(values + t * v_pitch);
-  __syncwarp();  // the compiler would have some of these loads come after those that wait for the slot
+    for (int t = 0; t < ROWS; t++) {
+      load_words(key_words[t], k + ((first_token + t) * (u32)k_pitch + key_head * DIM + piece + turn - ROWS));
+      load_words(query_words[t], q + ((first_token + t) * (u32)q_pitch + key_head * DIM + piece + turn - ROWS));
+    }
+    if (LOG_BLOCKS) stored_decay = __uint_as_float(load4(g_records + (entry * value_heads + value_head)));
+    a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
+    A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
+    if (ROWS > 1) my_mask = load4(masks + (u32)(request * mask_pitch + my_row));
+    if (ROWS > 1 && warp < ROWS) {
+      load_words(own_key_words, k + ((first_token + warp) * (u32)k_pitch + key_head * DIM + piece));
+      load_words(own_query_words, q + ((first_token + warp) * (u32)q_pitch + key_head * DIM + piece));
+    }
+#pragma unroll
+    for (int t = 0; t < ROWS; t++) value_bits[t] = load2(values + t * v_pitch);
+  } while (++turn <= (u32)rows);  // one turn: but what waits for the slot, the compiler does not move into a loop
 
   // ---- keys of the log, the first tile, its u of the log ----
   // A request of padding loads and stores nothing from here on. To return would be to wait for the slot with every load
@@ -204,7 +219,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     }
   }
   state_t* tile = state + (((i64)slot * value_heads + value_head) * DIM + first_row) * DIM + piece;
-  u32 words[CLASSES][QUARTER][4] = {};
+  u32 words[CLASSES][QUARTER][4];
   auto load_tile = [&]() {
     if (!live) return;
 #pragma unroll
@@ -248,6 +263,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   int tree_record[ROWS];
 #pragma unroll
   for (int t = 0; t < ROWS; t++) tree_record[t] = LOG_BLOCKS ? shuffle(listed, length + t) : t;
+  const int my_record = LOG_BLOCKS ? shuffle(listed, length + my_row) : my_row;
   // The sum of the log's decays after row j, for lane j; and of all of them.
   float after = 0.f, total = 0.f;
   if (LOG_BLOCKS) {
@@ -263,7 +279,25 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     total = shuffle(own + after, 0);
   }
 
-  // ---- norms of keys and queries, and dots between them ----
+  // Sums of the decays of the rows in a mask. Lane 4 t + s makes e^(G_t - G_s), zero if s is not above t.
+  auto decay_of = [&](u32 rows_in) {
+    float sum = 0.f;
+#pragma unroll
+    for (int t = 0; t < ROWS; t++) sum += rows_in >> t & 1 ? decay[t] : 0.f;
+    return sum;
+  };
+  const float my_path = __expf(decay_of(ROWS == 1 ? 1 : my_mask)), of_base = flush ? 1.f : __expf(total);
+  float path[ROWS], between[ROWS][ROWS];  // e^G from the end of the log; e^(G_t - G_s)
+#pragma unroll
+  for (int t = 0; t < ROWS; t++) path[t] = ROWS == 1 ? my_path : shuffle(my_path, t);
+  if (ROWS > 1) {
+    const u32 mask = shuffle((int)my_mask, lane >> 2 & 3), above = shuffle((int)my_mask, lane & 3);
+    const float decayed = mask >> (lane & 3) & 1 ? __expf(decay_of(mask & ~above)) : 0.f;
+#pragma unroll
+    for (int t = 1; t < ROWS; t++)
+#pragma unroll
+      for (int s = 0; s < t; s++) between[t][s] = shuffle(decayed, 4 * t + s);
+  }
   float column[COLUMNS][KEYS];
 #pragma unroll
   for (int t = 0; t < ROWS; t++)
@@ -272,48 +306,6 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
       column[2 * t][i] = element(key_words[t], i);
       column[2 * t + 1][i] = element(query_words[t], i);
     }
-  auto dot = [&](int x, int y) {
-    float sum = column[x][0] * column[y][0];
-#pragma unroll
-    for (int i = 1; i < KEYS; i++) sum = fmaf(column[x][i], column[y][i], sum);
-    return sum;
-  };
-  float square[COLUMNS], k0_q0, k0_k1 = 0.f, k0_q1 = 0.f, k1_q1 = 0.f;
-  if (ROWS == 1) {
-    float sums[3][1] = {{dot(0, 0)}, {dot(1, 1)}, {dot(0, 1)}};
-    add_up<LANES_OF_ROW / 2>(sums, lane);
-    square[0] = sums[0][0], square[1] = sums[1][0], k0_q0 = sums[2][0];
-  } else {
-    constexpr int K1 = 2 * (ROWS - 1), Q1 = K1 + 1;
-    float sums[1][8] = {{dot(0, 0), dot(1, 1), dot(K1, K1), dot(Q1, Q1), dot(0, 1), dot(0, K1), dot(0, Q1), dot(K1, Q1)}};
-    add_up<LANES_OF_ROW / 2>(sums, lane);
-    auto sum_of = [&](int i) { return shuffle(sums[0][0], i * (LANES_OF_ROW / 8)); };
-    square[0] = sum_of(0), square[1] = sum_of(1), square[K1] = sum_of(2), square[Q1] = sum_of(3);
-    k0_q0 = sum_of(4), k0_k1 = sum_of(5), k0_q1 = sum_of(6), k1_q1 = sum_of(7);
-  }
-  float scale[COLUMNS];  // 1 / |k|, DIM^-0.5 / |q|
-#pragma unroll
-  for (int c = 0; c < COLUMNS; c++)
-    scale[c] = rsqrtf(square[c] + norm_eps) * (c & 1 ? (DIM == 128 ? 0.08838834764831845f : 0.125f) : 1.f);
-  // Between rows: C without the log, L without beta.
-  const float C00 = k0_q0 * scale[0] * scale[1];
-  float L10 = 0.f, C10 = 0.f, C11 = 0.f;
-  if (ROWS == 2) {
-    constexpr int K1 = 2 * (ROWS - 1), Q1 = K1 + 1;
-    const float step = above ? __expf(decay[ROWS - 1]) : 0.f;
-    L10 = step * k0_k1 * scale[0] * scale[K1];
-    C10 = step * k0_q1 * scale[0] * scale[Q1];
-    C11 = k1_q1 * scale[K1] * scale[Q1];
-  }
-  // What multiplies S k and S q of each column, and, for the log, what multiplies k_j.k and k_j.q beside e^(G_h - G_j) / |k_j|.
-  float from_tree[COLUMNS], from_base[COLUMNS];
-#pragma unroll
-  for (int t = 0; t < ROWS; t++) {
-    const float path = t && above ? decay[t] + decay[0] : decay[t], of_path = __expf(path);
-    const float of_all = flush ? of_path : of_path * __expf(total);
-#pragma unroll
-    for (int c = 2 * t; c < 2 * t + 2; c++) from_tree[c] = scale[c] * of_path, from_base[c] = scale[c] * of_all;
-  }
 
   // ---- records of keys and gates: what they overwrite is no log row of this launch ----
   if (live && blockIdx.x == 0 && warp == 0 && lane < LANES_OF_ROW) {
@@ -325,13 +317,37 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     }
   }
   if (live && first_row == 0 && lane < ROWS)
-    g_records[(record_base + tree_record[ROWS == 1 ? 0 : lane]) * value_heads + value_head] = my_decay;
+    g_records[(record_base + my_record) * value_heads + value_head] = my_decay;
 
-  // ---- dots of the log's keys ----
+  // ---- dots of the tree's keys and of the log's ----
   extern __shared__ __align__(16) u8 memory[];
-  float* dots = (float*)memory;  // [COLUMNS + 1][LOG_ROWS]
-  u16* log_keys = (u16*)(memory + DOTS_BYTES);
-  float* fold = (float*)(memory + DOTS_BYTES + KEYS_BYTES + warp * FOLD_BYTES);  // [LOG_ROWS][TILE_ROWS]
+  Tree& tree = *(Tree*)memory;
+  float* dots = (float*)(&tree + 1);  // [COLUMNS + 1][LOG_ROWS]
+  u16* log_keys = (u16*)((u8*)dots + DOTS_BYTES);
+  float* fold = (float*)((u8*)log_keys + KEYS_BYTES + warp * FOLD_BYTES);  // [LOG_ROWS][TILE_ROWS]
+  if (warp < ROWS) {
+    const u32(&own_key)[WORDS] = ROWS == 1 ? key_words[0] : own_key_words;
+    const u32(&own_query)[WORDS] = ROWS == 1 ? query_words[0] : own_query_words;
+    constexpr int SUMS = ROWS == 1 ? 2 : PITCH, WRITERS = LANES_OF_ROW / SUMS;  // lanes with the same sum
+    float sums[1][SUMS] = {}, square[1][1] = {};
+#pragma unroll
+    for (int e = 0; e < KEYS; e++) {
+      const float x = element(own_key, e), y = element(own_query, e);
+      square[0][0] = fmaf(y, y, square[0][0]);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[0][c] = fmaf(x, column[c][e], sums[0][c]);
+    }
+    add_up<LANES_OF_ROW / 2>(sums, lane);
+    add_up<LANES_OF_ROW / 2>(square, lane);
+    const int c = lane % LANES_OF_ROW / WRITERS;
+    if (lane < LANES_OF_ROW && lane % WRITERS == 0) {
+      tree.dots[warp][c] = sums[0][0];
+      if (c == 2 * warp) {
+        tree.scale[c] = rsqrtf(sums[0][0] + norm_eps);
+        tree.scale[c + 1] = rsqrtf(square[0][0] + norm_eps) * (DIM == 128 ? 0.08838834764831845f : 0.125f);
+      }
+    }
+  }
   if (LOG_BLOCKS && length > 0) {
     float sums[COLUMNS + 1][PASSES];
 #pragma unroll
@@ -354,20 +370,18 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     constexpr int WRITERS = LANES_OF_ROW / PASSES;  // lanes with the same sums
     const int j = log_row(lane % LANES_OF_ROW / WRITERS);
     if (lane % WRITERS == 0 && j < LOG_ROWS) {
+      const float of_key = rsqrtf(sums[SELF][0] + norm_eps);
 #pragma unroll
-      for (int c = 0; c <= COLUMNS; c++) dots[c * LOG_ROWS + j] = sums[c][0];
+      for (int c = 0; c <= COLUMNS; c++) dots[c * LOG_ROWS + j] = j < length ? of_key * (c == SELF ? 1.f : sums[c][0]) : 0.f;
     }
   }
-  float log_scale[LOG_OF_LANE] = {};  // e^(G_h - G_j) / |k_j|; zero where there is no row j
-  auto meet = [&]() {
-    __syncthreads();
+  float log_decays[LOG_OF_LANE] = {};  // e^(G_h - G_j)
+  if (LOG_BLOCKS) {
 #pragma unroll
-    for (int m = 0; m < LOG_OF_LANE; m++) {
-      const int j = lane % LOG_LANES + m * LOG_LANES;
-      const float of_row = LOG_OF_LANE == 1 ? after : shuffle(after, j);
-      log_scale[m] = j < length ? __expf(of_row) * rsqrtf(dots[SELF * LOG_ROWS + j] + norm_eps) : 0.f;
-    }
-  };
+    for (int m = 0; m < LOG_OF_LANE; m++)
+      log_decays[m] = __expf(LOG_OF_LANE == 1 ? after : shuffle(after, lane % LOG_LANES + m * LOG_LANES));
+  }
+  const float* my_dots = dots + lane % LOG_LANES;
 
   // ---- tiles ----
   float weight[LOG_OF_LANE][COLUMNS] = {};
@@ -380,7 +394,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   for (int n = 0; n < TILES; n++) {
 #if LOG_BLOCKS
     if (flush) {
-      if (n == 0) meet();
+      if (n == 0) __syncthreads();  // dots are there
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < LOG_OF_LANE; m++)
@@ -389,44 +403,44 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
 #pragma unroll
           for (int i = 0; i < QUARTER; i++)
             fold[(lane % LOG_LANES + m * LOG_LANES) * TILE_ROWS + (quarter ^ c) * QUARTER + i] =
-                log_scale[m] * u_element(u_words[m][c], i);
+                log_decays[m] * my_dots[SELF * LOG_ROWS + m * LOG_LANES] * u_element(u_words[m][c], i);
       __syncwarp();
       const float all = exp_near_one(total);
-      constexpr int PART = STATE_BF16 && QUARTER > 4 ? 4 : QUARTER;  // rows at a time, in fp32
+      constexpr int LANE_ROWS = CLASSES * QUARTER, MOST = STATE_BF16 ? 4 : 16;
+      constexpr int PART = LANE_ROWS < MOST ? LANE_ROWS : MOST;  // rows at a time
 #pragma unroll
-      for (int c = 0; c < CLASSES; c++)
+      for (int first = 0; first < LANE_ROWS; first += PART) {
+        float s[PART][KEYS];
 #pragma unroll
-        for (int first = 0; first < QUARTER; first += PART) {
-          float s[PART][KEYS];
+        for (int i = 0; i < PART; i++)
 #pragma unroll
-          for (int i = 0; i < PART; i++)
+          for (int e = 0; e < KEYS; e++)
+            s[i][e] = all * state_element(words[(first + i) / QUARTER][(first + i) % QUARTER], e);
+#pragma unroll FOLD_UNROLL
+        for (int j = 0; j < length; j++) {
+          float key[KEYS];
 #pragma unroll
-            for (int e = 0; e < KEYS; e++) s[i][e] = all * state_element(words[c][first + i], e);
-          const float* of_rows = fold + (quarter ^ c) * QUARTER + first;
-#pragma unroll 1
-          for (int j = 0; j < length; j++) {
-            float key[KEYS];
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) {
-              const u32 pair = ((const u32*)(log_keys + j * DIM + piece))[w];
-              key[2 * w] = low_half(pair), key[2 * w + 1] = high_half(pair);
-            }
-#pragma unroll
-            for (int i = 0; i < PART; i++) {
-              const float x = of_rows[j * TILE_ROWS + i];
-#pragma unroll
-              for (int e = 0; e < KEYS; e++) s[i][e] = fmaf(x, key[e], s[i][e]);
-            }
+          for (int w = 0; w < WORDS; w++) {
+            const u32 pair = ((const u32*)(log_keys + j * DIM + piece))[w];
+            key[2 * w] = low_half(pair), key[2 * w + 1] = high_half(pair);
           }
 #pragma unroll
           for (int i = 0; i < PART; i++) {
-            u32(&w)[4] = words[c][first + i];
+            const float x = fold[j * TILE_ROWS + (quarter ^ (first + i) / QUARTER) * QUARTER + (first + i) % QUARTER];
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-              w[e] = STATE_BF16 ? pack_bf16(s[i][2 * e % KEYS], s[i][(2 * e + 1) % KEYS]) : __float_as_uint(s[i][e]);
-            store_state(tile + ((quarter ^ c) * QUARTER + first + i) * DIM, w);
+            for (int e = 0; e < KEYS; e++) s[i][e] = fmaf(x, key[e], s[i][e]);
           }
         }
+#pragma unroll
+        for (int i = 0; i < PART; i++) {
+          const int c = (first + i) / QUARTER, row = (first + i) % QUARTER;
+          u32(&w)[4] = words[c][row];
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            w[e] = STATE_BF16 ? pack_bf16(s[i][2 * e % KEYS], s[i][(2 * e + 1) % KEYS]) : __float_as_uint(s[i][e]);
+          store_state(tile + ((quarter ^ c) * QUARTER + row) * DIM, w);
+        }
+      }
     }
 #endif
     float product[COLUMNS][CLASSES][QUARTER];
@@ -441,14 +455,6 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
           for (int e = 1; e < KEYS; e++) sum = fmaf(column[x][e], state_element(words[c][i], e), sum);
           product[x][c][i] = sum;
         }
-    tile += TILE_ROWS * DIM;
-    u32 next_value[ROWS];
-    if (TILES > 1 && n + 1 < TILES) {
-      load_tile();
-      values += TILE_ROWS;
-#pragma unroll
-      for (int t = 0; t < ROWS; t++) next_value[t] = load2(values + t * v_pitch);
-    }
     if (CLASSES == 4) {  // share with lane ^ 16
 #pragma unroll
       for (int x = 0; x < COLUMNS; x++)
@@ -458,14 +464,14 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
           for (int i = 0; i < QUARTER; i++)
             product[x][c % CLASSES][i] += exchange(product[x][(c + 2) % CLASSES][i], 16);
     }
-    if (LOG_BLOCKS && length > 0) {
-      if (n == 0 && !flush) {
-        meet();
+    if (n == 0 && !flush) {
+      __syncthreads();
+      if (LOG_BLOCKS && length > 0) {
 #pragma unroll
         for (int m = 0; m < LOG_OF_LANE; m++)
 #pragma unroll
           for (int x = 0; x < COLUMNS; x++)
-            weight[m][x] = log_scale[m] * from_tree[x] * dots[x * LOG_ROWS + lane % LOG_LANES + m * LOG_LANES];
+            weight[m][x] = log_decays[m] * path[x / 2] * my_dots[x * LOG_ROWS + m * LOG_LANES];
       }
     }
     float sums[COLUMNS][QUARTER];
@@ -476,7 +482,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
         float of_class[LOG_CLASSES];
 #pragma unroll
         for (int c = 0; c < LOG_CLASSES; c++) {
-          of_class[c] = from_base[x] * product[x][c][i];
+          of_class[c] = path[x / 2] * of_base * product[x][c][i];
           if (LOG_BLOCKS) {
 #pragma unroll
             for (int m = 0; m < LOG_OF_LANE; m++)
@@ -487,6 +493,14 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
         if (LOG_CLASSES == 2) sums[x][i] += exchange(of_class[LOG_CLASSES - 1], 8);
       }
     }
+    tile += TILE_ROWS * DIM;
+    u32 next_value[ROWS];
+    if (TILES > 1 && n + 1 < TILES) {
+      load_tile();
+      values += TILE_ROWS;
+#pragma unroll
+      for (int t = 0; t < ROWS; t++) next_value[t] = load2(values + t * v_pitch);
+    }
     if (TILES > 1 && LOG_BLOCKS && n + 1 < TILES) {
 #pragma unroll
       for (int m = 0; m < LOG_OF_LANE; m++) u_from[m] += TILE_ROWS;
@@ -496,12 +510,19 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
 
     // ---- u and o of the lane's value row ----
     float u[ROWS], o[ROWS];
-    u[0] = beta[0] * (bf16_to_float(value_bits[0]) - sums[0][0]);
-    o[0] = fmaf(C00, u[0], sums[1][0]);
-    if (ROWS == 2) {
-      constexpr int K1 = 2 * (ROWS - 1), Q1 = K1 + 1, LAST = ROWS - 1;
-      u[LAST] = beta[LAST] * (bf16_to_float(value_bits[LAST]) - fmaf(L10, u[0], sums[K1][0]));
-      o[LAST] = fmaf(C11, u[LAST], fmaf(C10, u[0], sums[Q1][0]));
+    float scaled[ROWS];  // u / |k|
+#pragma unroll
+    for (int t = 0; t < ROWS; t++) {
+      float of_key = sums[2 * t][0], of_query = sums[2 * t + 1][0];
+#pragma unroll
+      for (int s = 0; s < t; s++) {
+        const float decayed = between[t][s] * scaled[s];
+        of_key = fmaf(tree.dots[s][2 * t], decayed, of_key);
+        of_query = fmaf(tree.dots[s][2 * t + 1], decayed, of_query);
+      }
+      u[t] = beta[t] * (bf16_to_float(value_bits[t]) - tree.scale[2 * t] * of_key);
+      scaled[t] = tree.scale[2 * t] * u[t];
+      o[t] = tree.scale[2 * t + 1] * fmaf(tree.dots[t][2 * t + 1], scaled[t], of_query);
     }
 #pragma unroll
     for (int t = 0; t < ROWS; t++) {
