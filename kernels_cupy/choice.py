@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kernels_cupy.compiler import ARCHITECTURES, gpu_name, has_warpgroups, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.lanes_plans import lanes_plans
 from kernels_cupy.plans import MAX_SHARED_BYTES, BlockPlan, Problem, VerifyPlan, block_plans, stream_plans
 from kernels_cupy.wide_plans import wide_plans
 from lab.profiles.plans import Place, PlanTable, table_of
@@ -28,7 +29,7 @@ def candidates(problem: Problem, shared_bytes: int = MAX_SHARED_BYTES, warpgroup
 
     `warpgroups`: whether the GPU has the products of `wide.cu`.
     """
-    plans: list[VerifyPlan] = [*block_plans(problem), *stream_plans(problem)]
+    plans: list[VerifyPlan] = [*block_plans(problem), *stream_plans(problem), *lanes_plans(problem)]
     if warpgroups:
         plans += wide_plans(problem)
     return [plan for plan in plans if plan.shared_bytes <= shared_bytes]

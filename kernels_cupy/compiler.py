@@ -28,6 +28,7 @@ OPTIONS = ("-std=c++17",)
 KERNELS = {
     "verify.cu": ("verify",),
     "stream.cu": ("verify_stream",),
+    "lanes.cu": ("verify_lanes",),
     "wide.cu": ("verify_wide",),
     "commit.cu": ("fold_rows",),
     "cursors.cu": ("tree_masks", "advance", "commit_index", "copy_bytes", "read_bytes"),
@@ -40,8 +41,9 @@ ARCHITECTURES = {"wide.cu": "sm_90a"}
 
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
-    *(f"src/{name}.cu" for name in ("commit", "cursors", "serial", "stream", "verify", "wide")), "src/common.cuh",
-    "arrays.py", "choice.py", "closed_form.py", "plans.py", "serial.py", "wide_plans.py",
+    *(f"src/{name}.cu" for name in ("commit", "cursors", "lanes", "serial", "stream", "verify", "wide")),
+    "src/common.cuh", "arrays.py", "choice.py", "closed_form.py", "lanes_plans.py", "plans.py", "serial.py",
+    "wide_plans.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
 TIMED = ("fill.py", "problems.py", "steps.py", "timer.py")

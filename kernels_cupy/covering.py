@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kernels_cupy.choice import candidates
+from kernels_cupy.lanes_plans import LanesPlan
 from kernels_cupy.plans import LONG_PATH, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.wide_plans import WidePlan
 from lab.methods.base import LayerHeads
@@ -19,6 +20,7 @@ from lab.profiles.plans import PlanTable, read_plans, shipped_tables
 #: Sources with so many plans -> macros that a trait goes together with.
 SIZES = {
     StreamPlan.file: ("GROUPS", "STATE_BF16", "LOG_BLOCKS"),
+    LanesPlan.file: ("ROWS", "STATE_BF16", "LOG_BLOCKS"),
     WidePlan.file: ("ROWS", "STATE_BF16", "LOG_BLOCKS"),
 }
 

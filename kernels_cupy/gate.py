@@ -32,6 +32,7 @@ from kernels_cupy.choice import candidates, runs_here
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
+from kernels_cupy.lanes_plans import LanesPlan
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import log_in_bf16, verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
@@ -60,8 +61,8 @@ STOREALL_BF16 = {"output": 5e-2, "state": 2e-2}
 GROUPINGS = ((2, 2), (2, 4), (1, 3), (1, 4), (1, 8))
 #: Rows of a tree and the longest path.
 SIZES = (
-    (1, 1), (2, 2), (7, 3), (7, 7), (9, 9), (15, 15), (16, 5), (17, 17), (20, 20), (32, 6), (40, 8), (40, 40), (64, 12),
-    (64, 20), (64, 64),
+    (1, 1), (2, 2), (3, 2), (4, 4), (7, 3), (7, 7), (9, 9), (15, 15), (16, 5), (17, 17), (20, 20), (32, 6), (40, 8),
+    (40, 40), (64, 12), (64, 20), (64, 64),
 )  # fmt: skip
 QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
@@ -70,7 +71,7 @@ STEPS, LONG_LOG_STEPS = 5, 8
 #: Device memory that a process keeps between cases.
 POOL_BYTES = 1 << 30
 #: Plans that a case runs at least, of the kernels with many.
-FEW_PLANS = {StreamPlan.file: 2, WidePlan.file: 1}
+FEW_PLANS = {StreamPlan.file: 2, LanesPlan.file: 2, WidePlan.file: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def cases(trees: int, quick: bool = False) -> Iterator[Case]:
     """Methods x state types x head groupings x sizes x plans, `trees` requests (an odd number) in each.
 
     Every plan of `verify.cu` with four warps runs in each, with more warps where it is first possible; of those of
-    `stream.cu` and `wide.cu` some do, and all that ship in one at least.
+    `stream.cu`, `lanes.cu` and `wide.cu` some do, and all that ship in one at least.
     """
     sessions = list(uncut(trees, quick))
     problems = [problem_of(case) for case in sessions if case.method not in SERIAL_METHODS]

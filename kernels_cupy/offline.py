@@ -23,6 +23,7 @@ from kernels_cupy import commandline, compiler
 from kernels_cupy.choice import modelled_plan
 from kernels_cupy.compiler import KERNELS, macro_options, source_text
 from kernels_cupy.covering import MachineCode, machine_code, shipped_plans
+from kernels_cupy.lanes_plans import lanes_plans
 from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
 from kernels_cupy.wide_plans import wide_plans
 from lab.errors import MissingError
@@ -75,8 +76,8 @@ def listed_architecture(file: str) -> str:
 def variants() -> Iterator[Variant]:
     """The variants that the shipped methods launch, with the plans of the cost model and of the shipped tables.
 
-    The cost model's are those of 16 key and 32 value heads of 128, and heads of 64. Of `stream.cu` and
-    `wide.cu` there is also one for each size of tree and log.
+    The cost model's are those of 16 key and 32 value heads of 128, and heads of 64. Of `stream.cu`,
+    `lanes.cu` and `wide.cu` there is also one for each size of tree and log.
     """
     yield Variant("cursors.cu")
     plans: list[VerifyPlan] = []
@@ -96,7 +97,8 @@ def variants() -> Iterator[Variant]:
         elif dim == 128:  # replayssm
             problems.append(replace(problems[0], rows=4, log_bf16=True))
         plans += [modelled_plan(problem, batch) for problem in problems for batch in (1, 256)]
-        plans += [plan for problem in problems for ways in (stream_plans, wide_plans) for plan in ways(problem)[:1]]
+        for ways in (stream_plans, lanes_plans, wide_plans):
+            plans += [plan for problem in problems for plan in ways(problem)[:1]]
     largest: dict[MachineCode, int] = {}
     for plan in (*plans, *shipped_plans()):
         key = machine_code(plan)

@@ -89,7 +89,7 @@ def test_a_failed_measurement_lets_go_of_its_step(tuner: CudaTuner, monkeypatch:
 def test_candidates_and_the_safe_plan_fit_the_gpu(tuner: CudaTuner) -> None:
     problem = problem_of(point(8))
     plans = tuner.candidates(problem)
-    assert {plan.file for plan in plans} == {"verify.cu", "stream.cu"}
+    assert {plan.file for plan in plans} == {"verify.cu", "stream.cu", "lanes.cu"}
     assert max(plan.shared_bytes for plan in plans) <= 60_000
     assert tuner.safe(problem, 8) in plans
 

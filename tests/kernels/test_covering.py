@@ -1,4 +1,4 @@
-"""The stream and wide plans that the gate and the sanitizers run: all that ship, every trait, a few in each case."""
+"""Plans of kernels with many that the gate and the sanitizers run: all that ship, every trait, a few in each case."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kernels_cupy.choice import candidates, place_of
 from kernels_cupy.covering import covering, machine_code, select, shipped_plans, traits_of, variant_of
+from kernels_cupy.lanes_plans import LanesPlan, lanes_plans
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.wide_plans import WidePlan, wide_plans
 from lab.methods.base import LayerHeads
@@ -27,11 +28,11 @@ PROBLEMS = [
     for value_heads in (2, 4, 6, 8)
     for rows in (1, 2, 7, 16, 40)
 ]
-AT_LEAST = {"stream.cu": 2, "wide.cu": 1}
+AT_LEAST = {"stream.cu": 2, "lanes.cu": 2, "wide.cu": 1}
 
 
 def offered(where: Problem) -> list[VerifyPlan]:
-    return [*stream_plans(where), *wide_plans(where)]
+    return [*stream_plans(where), *lanes_plans(where), *wide_plans(where)]
 
 
 def named(plans: Sequence[tuple[Problem, VerifyPlan]]) -> PlanTable:
@@ -53,6 +54,7 @@ def test_a_problem_runs_a_few_plans_and_none_twice() -> None:
         assert set(plans) <= set(candidates(where))
         count = Counter(plan.file for plan in plans)
         assert 2 <= count[StreamPlan.file] <= 4 if where.rows <= 16 else not count[StreamPlan.file]
+        assert 2 <= count[LanesPlan.file] <= 4 if where.rows <= 2 else not count[LanesPlan.file]
         assert 1 <= count[WidePlan.file] <= 6 if where.rows >= 9 else not count[WidePlan.file]
 
 
@@ -98,7 +100,8 @@ def test_the_sanitizers_run_one_plan_for_each_set_of_macros_that_ships(dtype: st
 
 
 def test_without_a_table_the_sanitizers_see_every_trait() -> None:
-    for plans in ([p for where in PROBLEMS for p in ways(where)] for ways in (stream_plans, wide_plans, offered)):
+    for ways in (stream_plans, lanes_plans, wide_plans, offered):
+        plans = [p for where in PROBLEMS for p in ways(where)]
         kept = covering(plans, [])
         assert {trait for plan in kept for trait in traits_of(plan)} == {trait for p in plans for trait in traits_of(p)}
         assert len(kept) < len(plans) / 2

@@ -16,6 +16,7 @@ from kernels_cupy.drift import bf16_failures
 from kernels_cupy.drift import failures as drift_failures
 from kernels_cupy.gate import GROUPINGS, Case, cases, failures, in_order
 from kernels_cupy.gate import problem_of as case_problem
+from kernels_cupy.lanes_plans import LanesPlan, lanes_plans
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan, stream_plans
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
@@ -62,10 +63,11 @@ def test_the_limits_that_the_page_shows_are_those_that_the_gate_judges_by() -> N
 
 
 def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stream and wide plan that a point can take, each at a place of its own."""
+    """Every stream, lanes and wide plan that a point can take, each at a place of its own."""
     rows: dict[Place, PlanRow] = {}
     for i, point in enumerate(default_axes("cuda", False, ("treelog", "treewy", "bole", "replayssm")).points()):
-        plans: list[VerifyPlan] = [*stream_plans(problem_of(point)), *wide_plans(problem_of(point))]
+        where = problem_of(point)
+        plans: list[VerifyPlan] = [*stream_plans(where), *lanes_plans(where), *wide_plans(where)]
         if plans:
             place, name = place_of(problem_of(point), point.batch), plans[i % len(plans)].name
             rows[place] = PlanRow(place, name, 1.0, name, 1.0)
@@ -77,6 +79,7 @@ def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pyt
     wanted = grid_plans(table_of("NVIDIA H200"))
     assert len({x for x in wanted if x[0] == StreamPlan.file}) > 50
     assert len({x for x in wanted if x[0] == WidePlan.file}) > 50
+    assert len({x for x in wanted if x[0] == LanesPlan.file}) > 20
     assert wanted - gated == set()
     sanitized = {
         machine_code(case.plan) for case in sanitized_cases() if case.plan and case.plan.file != BlockPlan.file
@@ -84,7 +87,9 @@ def test_a_table_brings_its_plans_into_the_gate(tmp_path: Path, monkeypatch: pyt
     assert sanitized == {machine_code(plan) for plan in shipped_plans()} & gated
 
 
-@pytest.mark.parametrize(("kind", "offered"), [(StreamPlan, stream_plans), (WidePlan, wide_plans)])
+@pytest.mark.parametrize(
+    ("kind", "offered"), [(StreamPlan, stream_plans), (LanesPlan, lanes_plans), (WidePlan, wide_plans)]
+)
 def test_the_gate_sees_every_value_of_every_macro(
     kind: type[VerifyPlan], offered: Callable[[Problem], Sequence[VerifyPlan]]
 ) -> None:
@@ -106,6 +111,8 @@ def test_a_case_runs_a_few_streams_and_every_name_is_one_case() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     streams = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, StreamPlan))
     assert set(streams.values()) <= {2, 3, 4, 5}, "5: of a bf16 state with an fp32 log, which treewy and deltalog have"
+    lanes = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, LanesPlan))
+    assert set(lanes.values()) <= {2, 3, 4}
     wide = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, WidePlan))
     assert set(wide.values()) <= {1, 2, 3, 4, 5}
     assert list(cases(trees=9)) == CASES, "the same in every process"
@@ -119,6 +126,7 @@ def test_the_sanitizers_see_every_kernel_and_every_gated_plan() -> None:
     assert {machine_code(case.plan) for case in CASES if isinstance(case.plan, BlockPlan)} == plans
     assert any(case.plan.l_parts == 3 for case in seen if isinstance(case.plan, BlockPlan))
     assert any(isinstance(case.plan, StreamPlan) for case in seen)
+    assert any(isinstance(case.plan, LanesPlan) for case in seen)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

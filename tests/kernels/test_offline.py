@@ -10,6 +10,7 @@ import pytest
 
 from kernels_cupy import offline
 from kernels_cupy.compiler import KERNELS, SOURCE_DIR, source_text
+from kernels_cupy.lanes_plans import LanesPlan, lanes_plans
 from kernels_cupy.offline import (
     LISTED,
     TABLE,
@@ -155,6 +156,21 @@ def complains(macros: tuple[tuple[str, int], ...], shared_bytes: int) -> bool:
     with pytest.raises(RuntimeError, match='"last"') as error:
         compile_variant(Variant(WidePlan.file, (*macros, ("EXPECTED_SHARED_BYTES", shared_bytes))), "sm_90a")
     return "WidePlan.shared_bytes" in str(error.value)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "log_rows"), [(1, 0), (1, 16), (2, 16), (3, 0), (4, 16)])
+def test_shared_memory_formula_of_lanes_is_that_of_the_source(rows: int, log_rows: int, dtype: str) -> None:
+    for dim, log_bf16 in ((64, False), (128, True)):
+        plans = lanes_plans(Problem(LayerHeads(2, 4, dim, dim, dtype), rows, log_rows, log_bf16))
+        assert len({plan.shared_bytes for plan in plans}) > 1 or not log_rows
+        for plan in plans:
+            macros = {**plan.macros, "EXPECTED_SHARED_BYTES": plan.shared_bytes}
+            assert compile_variant(Variant(LanesPlan.file, tuple(macros.items())), "sm_90")
+        macros["EXPECTED_SHARED_BYTES"] += 16
+        with pytest.raises(RuntimeError, match=r"LanesPlan\.shared_bytes"):
+            compile_variant(Variant(LanesPlan.file, tuple(macros.items())), "sm_90")
 
 
 def problem(rows: int, log_rows: int) -> Problem:
