@@ -1,9 +1,9 @@
 """How one verification is cut into CTAs: the kernel, its macros, the grid and the shared memory.
 
 Four kernels verify. `verify.cu` takes every tree and log (`BlockPlan`); `stream.cu` takes up to 16 rows over a log of
-up to 16 rows, or 32 record rows in all, with warps that work alone (`StreamPlan`); `lanes.cu` takes up to 4 rows over such a log, without tensor
-cores (`LanesPlan`, in `kernels_cupy.lanes_plans`); `wide.cu` takes larger trees on some GPUs (`WidePlan`, in
-`kernels_cupy.wide_plans`). All read and write the same records.
+up to 16 rows, or 32 record rows in all, with warps that work alone (`StreamPlan`); `lanes.cu` takes up to 4 rows over a
+log of up to 16, without tensor cores (`LanesPlan`, in `kernels_cupy.lanes_plans`); `wide.cu` takes larger trees on some
+GPUs (`WidePlan`, in `kernels_cupy.wide_plans`). All read and write the same records.
 """
 
 from __future__ import annotations

@@ -62,6 +62,15 @@ DEVICE void split3(float x, float y, u32& hi, u32& mid, u32& lo) {
   lo = pack_bf16(rest_x - low_half(mid), rest_y - high_half(mid));
 }
 
+// bf16 parts of what becomes u, on its way there: R, T and a fold's weighted u. Two keep 17 bits, and a record in bf16 has 8.
+constexpr int PARTS = LOG_BF16 ? 2 : 3;
+
+// x in PARTS parts; two leave the third as it is.
+DEVICE void split(float x, float y, u32& hi, u32& mid, u32& lo) {
+  if (PARTS == 3) split3(x, y, hi, mid, lo);
+  else split2(x, y, hi, mid);
+}
+
 // ---- tensor cores ----
 
 // c[16 x 8] += a[16 x 16] b[16 x 8]; lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1 of c.

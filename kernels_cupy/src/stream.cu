@@ -385,7 +385,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     const u8* side = sides + side_place;
     auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9, then of the next block
       const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
-      return load_u((const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15)));
+      return (const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15));
     };
     if (!flush) {
 #pragma unroll
@@ -412,10 +412,10 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
         u32(&to)[3][4] = part[i / 2];
         const int c = 2 * (i & 1);
-        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = logged(2 * i), y = logged(2 * i + 1);
+        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = load_u(logged(2 * i)), y = load_u(logged(2 * i + 1));
         if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
-        split3(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
-        split3(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
+        split(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
+        split(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
       }
       const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
 #pragma unroll 1
@@ -437,7 +437,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
           for (int block = 0; block < LOG_BLOCKS; block++) {
             load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
 #pragma unroll
-            for (int p = 2; p >= 0; p--) {
+            for (int p = PARTS - 1; p >= 0; p--) {
               mma(left, part[block][p], x[0], x[1]);
               mma(right, part[block][p], x[2], x[3]);
             }
@@ -677,10 +677,15 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
     for (int i = 0; i < 2 * LOG_BLOCKS; i++)
       if (sees_log && (i < 2 || second_block)) {
-        const float2 first = logged(2 * i), second = logged(2 * i + 1);
         const int b = i / 2, c = 2 * (i & 1);
+#if LOG_BF16  // exact in one part
+        const u32 first = *(const u32*)logged(2 * i), second = *(const u32*)logged(2 * i + 1);
+        hi[b][c] = __byte_perm(first, second, 0x5410), hi[b][c + 1] = __byte_perm(first, second, 0x7632);
+#else
+        const float2 first = load_u(logged(2 * i)), second = load_u(logged(2 * i + 1));
         split3(first.x, second.x, hi[b][c], mid[b][c], lo[b][c]);
         split3(first.y, second.y, hi[b][c + 1], mid[b][c + 1], lo[b][c + 1]);
+#endif
       }
 #endif
     if (STAGES > 1) {
@@ -697,10 +702,12 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
         for (int i = 0; i < GROUPS; i++) {
           const uint4 w = KEEP ? log_kept[b] : head.log[b][i][lane];
           float(&second)[4] = CHAINS ? small[i] : x[i];
-          mma(second, lo[b], w.x, w.y);
-          mma(second, mid[b], w.z, w.w);
-          mma(x[i], hi[b], w.z, w.w);
-          mma(second, mid[b], w.x, w.y);
+          if (!LOG_BF16) {
+            mma(second, lo[b], w.x, w.y);
+            mma(second, mid[b], w.z, w.w);
+          }
+          mma(LOG_BF16 ? second : x[i], hi[b], w.z, w.w);
+          if (!LOG_BF16) mma(second, mid[b], w.x, w.y);
           mma(x[i], hi[b], w.x, w.y);
           if (CHAINS) {
 #pragma unroll
@@ -716,7 +723,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     for (int p = 0; p < PAIRS; p++)
 #pragma unroll
       for (int e = 0; e < 2; e++)
-        split3(x[2 * p][2 * e], 2 * p + 1 < GROUPS ? x[2 * p + 1 < GROUPS ? 2 * p + 1 : 0][2 * e] : 0.f, parts[p][0][e],
+        split(x[2 * p][2 * e], 2 * p + 1 < GROUPS ? x[2 * p + 1 < GROUPS ? 2 * p + 1 : 0][2 * e] : 0.f, parts[p][0][e],
                parts[p][1][e], parts[p][2][e]);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
@@ -725,9 +732,11 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
       for (int p = 0; p <= i / 2; p++) {
         const uint4 w = KEEP ? tree_kept[KEEP ? i : 0] : head.tree[tree_block(i, p)][lane];
-        mma8(second, parts[p][2], w.x);
-        mma8(second, parts[p][0], w.z);
-        mma8(second, parts[p][1], w.y);
+        if (PARTS == 3) {
+          mma8(second, parts[p][2], w.x);
+          mma8(second, parts[p][0], w.z);
+          mma8(second, parts[p][1], w.y);
+        }
         mma8(x[i], parts[p][0], w.y);
         mma8(second, parts[p][1], w.x);
         mma8(x[i], parts[p][0], w.x);

@@ -68,7 +68,6 @@ constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;  /
 constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0), STAGE_BYTES = 16 * ROW_BYTES;
 constexpr bool LATE = ROWS == 32;  // v and u of the log are loaded after the small matrices: room for registers
 constexpr bool MERGED = BLOCKS == 1 && STATE_BF16;              // keys and queries in one product, [T - I; C T] instead of T and C
-constexpr int PARTS = LOG_BF16 ? 2 : 3;           // bf16 parts of R, u and T: enough for what becomes of u
 constexpr int T_ROWS = MERGED ? COLUMNS : BLOCK, T_PITCH = T_ROWS * 16, T_BYTES = BLOCK / 8 * T_PITCH;
 constexpr int SCRATCH_PITCH = BLOCK + 8;                                           // floats of a row of L where T will be
 constexpr int SCRATCH_BYTES = BLOCK * SCRATCH_PITCH * 4, BLOCK_BYTES = PARTS * T_BYTES > SCRATCH_BYTES ? PARTS * T_BYTES : SCRATCH_BYTES;
@@ -186,12 +185,6 @@ DEVICE float2 floats_of(u32 pair) { return make_float2(low_half(pair), high_half
 DEVICE float2 load_logged(const log_t* pointer) { return *(const float2*)pointer; }
 DEVICE float2 floats_of(float2 pair) { return pair; }
 #endif
-
-// Two numbers in PARTS bf16 parts; two leave the third as it is.
-DEVICE void split(float x, float y, u32& hi, u32& mid, u32& lo) {
-  if (PARTS == 3) split3(x, y, hi, mid, lo);
-  else split2(x, y, hi, mid);
-}
 
 // 16 columns of a result from element `at` on, as a first operand in PARTS parts.
 template <int SIZE>
@@ -611,8 +604,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         const int r = 2 * t + 8 * i;
         const float wx = head.fold[r] * small.scale[COLUMNS + r], wy = head.fold[r + 1] * small.scale[COLUMNS + r + 1];
         const float2 x = floats_of(logged[2 * i]), y = floats_of(logged[2 * i + 1]);
-        split3(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
-        split3(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
+        split(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
+        split(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
       const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
 #pragma unroll
@@ -625,7 +618,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         u32 x[4];
         load_matrix4_transposed(x, fold_keys + 2 * j * LOG_PITCH);
 #pragma unroll
-        for (int p = 2; p >= 0; p--) {
+        for (int p = PARTS - 1; p >= 0; p--) {
           mma_in_order(left, part[p], x[0], x[1]);
           mma_in_order(right, part[p], x[2], x[3]);
         }
