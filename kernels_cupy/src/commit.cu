@@ -15,7 +15,7 @@ constexpr int WARPS = 4, THREADS = 32 * WARPS, MAX_ROWS = 128;
 constexpr int GROUP = 4;                          // k-steps in registers at a time
 constexpr int PIECE = 16 / (int)sizeof(state_t);  // elements of a 16-byte piece of a state row
 constexpr int PIECES = 16 * GROUP / (4 * PIECE);  // pieces of a lane in each of its two rows
-constexpr int PARTS = STATE_BF16 ? 2 : 3;         // bf16 parts of u: 17 bits end in a bf16 state, 24 in a float
+constexpr int FOLD_PARTS = STATE_BF16 ? 2 : 3;    // bf16 parts of u: 17 bits end in a bf16 state, 24 in a float
 
 DEVICE void load_pieces(uint4 (&x)[2][PIECES], const state_t* tile) {
 #pragma unroll
@@ -62,7 +62,7 @@ DEVICE void store_pieces(state_t* tile, const float (&s)[GROUP][8]) {
 }
 
 // Weighted u of 16 rows as an A operand; `r` is the first of the lane's rows.
-DEVICE void load_parts(u32 (&part)[PARTS][4], const log_t* u, const int* rows, const float* weight, int value_heads,
+DEVICE void load_parts(u32 (&part)[FOLD_PARTS][4], const log_t* u, const int* rows, const float* weight, int value_heads,
                        int length, int r) {
 #pragma unroll
   for (int i = 0; i < 2; i++, r += 8) {
@@ -81,14 +81,14 @@ DEVICE void load_parts(u32 (&part)[PARTS][4], const log_t* u, const int* rows, c
 }
 
 // s <- factor s + u k^T of one block of 16 rows; `keys` is the lane's shared address of the block's first k-step.
-DEVICE void fold_block(float (&s)[GROUP][8], const u32 (&part)[PARTS][4], float factor, u32 keys) {
+DEVICE void fold_block(float (&s)[GROUP][8], const u32 (&part)[FOLD_PARTS][4], float factor, u32 keys) {
 #pragma unroll
   for (int j = 0; j < GROUP; j++) {
     u32 b[4];
     load_matrix4_transposed(b, keys ^ (32 * j));
     float left[4] = {}, right[4] = {};
 #pragma unroll
-    for (int p = PARTS - 1; p >= 0; p--) {
+    for (int p = FOLD_PARTS - 1; p >= 0; p--) {
       mma(left, part[p], b[0], b[1]);
       mma(right, part[p], b[2], b[3]);
     }
@@ -182,7 +182,7 @@ fold_rows(const Layer* __restrict__ layers, const int* __restrict__ slots, int r
   const u32 key_address = shared_address(keys) + a_key_offset(lane);
   constexpr int GROUPS = K_STEPS / GROUP, TILES = DIM / (16 * WARPS) * GROUPS;
   const log_t* u = u_records + warp * 16 + 2 * g;
-  u32 first_part[PARTS][4];
+  u32 first_part[FOLD_PARTS][4];
 #pragma unroll 1
   for (int n = 0; n < TILES; n++) {
     const int group = n % GROUPS;
@@ -196,7 +196,7 @@ fold_rows(const Layer* __restrict__ layers, const int* __restrict__ slots, int r
     fold_block(s, first_part, whole, key_address + 32 * GROUP * group);
 #pragma unroll 1
     for (int block = 1; block < blocks; block++) {
-      u32 part[PARTS][4];
+      u32 part[FOLD_PARTS][4];
       load_parts(part, u, rows, weight, value_heads, length, block * 16 + 2 * t);
       fold_block(s, part, 1.f, key_address + block * 32 * DIM + 32 * GROUP * group);
     }

@@ -267,12 +267,11 @@ DEVICE void make_inverses(u8* memory, int thread, float (&C)[ROWS / 2], Other ot
   __syncthreads();
   if (BLOCK == 32) {
     // Two neighbouring columns of a row of X = L_21 T_11, then of T_21 = -T_22 X; X lies where L has nothing.
-    constexpr int TURNS = BLOCKS;
     const int row = thread / 8, column = thread % 8 * 2;
 #pragma unroll
     for (int step = 0; step < 2; step++) {
 #pragma unroll
-      for (int block = 0; block < TURNS; block++) {
+      for (int block = 0; block < BLOCKS; block++) {
         float* S = scratch(block);
         const float* left = S + (16 + row) * SCRATCH_PITCH + 16 * step;  // L_21, or T_22 - I
         const float* right = S + 16 * step + column;                     // T_11 - I, or X
@@ -462,7 +461,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       const int r = (first + tid) / LINES, from = __shfl_sync(0xffffffffu, log_record, r & 15);
       if (r < length)
         prefetch((const u8*)u_records + (record_base + from) * record_bytes + first_head * DIM * (u32)sizeof(log_t) +
-                 tid % LINES * 128);
+                 (first + tid) % LINES * 128);
     }
     const int first = __shfl_sync(0xffffffffu, log_record, 0);
     if (tid < LOG_ROWS) small.log_record[tid] = tid < length ? log_record : first;
