@@ -9,6 +9,8 @@ from kernels_cupy.plans import Problem, VerifyPlan, check_heads
 
 #: Most tree rows and log rows of `lanes.cu`.
 ROWS, LOG_ROWS = 4, 16
+#: More rows than these have a warp each that makes what the row has with the others.
+SPREAD_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class LanesPlan(VerifyPlan):
     def shared_bytes(self) -> int:
         """The layout of `lanes.cu`: dots of the tree, dots and keys of the log, the log's u of each warp's tile."""
         rows = self.problem.rows
-        tree = 4 * (rows + 1) * (4 if rows <= 2 else 8)
+        tree = 32 * (rows + 1) if rows > SPREAD_ROWS else 0
         if not self.problem.log_blocks:
             return tree
         dots, keys = 4 * LOG_ROWS * (2 * rows + 1), 2 * LOG_ROWS * self.problem.heads.key_dim
@@ -66,11 +68,11 @@ class LanesPlan(VerifyPlan):
 
     @property
     def divides(self) -> bool:
-        """Whether whole warps make up a value head, whole CTAs the value heads of a key head, each row has a warp."""
+        """Whether whole warps make up a value head, whole CTAs the value heads of a key head."""
         head_dim = self.problem.heads.key_dim
         of_warp = self.tile_rows * self.tiles_per_warp
         whole = head_dim % of_warp == 0 and self.problem.group * head_dim % self.rows_per_cta == 0
-        return whole and self.warps >= self.problem.rows
+        return whole and (self.problem.rows <= SPREAD_ROWS or self.warps >= self.problem.rows)
 
     def grid(self, batch: int) -> tuple[int, ...]:
         """A CTA per share of a key head's value heads and request."""
@@ -79,10 +81,7 @@ class LanesPlan(VerifyPlan):
 
 
 #: Cuts that have won somewhere, or nearly: warps, value rows of a tile, tiles of a warp, resident warps.
-LANES_CUTS = (
-    (4, 8, 1, 8), (4, 8, 1, 16), (4, 16, 1, 16), (4, 8, 2, 16), (4, 8, 4, 20), (4, 16, 1, 12), (8, 8, 1, 8),
-    (4, 16, 4, 12),
-)  # fmt: skip
+LANES_CUTS = ((4, 8, 1, 8), (4, 8, 2, 16), (4, 16, 1, 16), (4, 8, 4, 20), (8, 4, 1, 8))
 
 
 def takes(problem: Problem) -> bool:

@@ -3,7 +3,7 @@
 // Computes what verify.cu computes (the equations are there), for plain decoding and for the shortest chains and trees.
 // These have so few columns that a small batch waits for latency and tensor cores would multiply padding. Here a warp
 // loads a tile of TILE_ROWS value rows straight into registers, multiplies by keys and queries there, and adds up across
-// its lanes: no state passes through shared memory, and there is one barrier.
+// its lanes: no state passes through shared memory, and there is at most one barrier.
 //
 // Lanes. A lane holds 16 bytes, KEYS keys, of a value row; LANES_OF_ROW neighbours hold the row. The rows of a tile stand
 // in four quarters: register [c][i] is row i of quarter (lane / 8) ^ c. A load still reads whole lines of 128 bytes, and
@@ -14,11 +14,12 @@
 // Log. When quarters have been shared across 16, lane j % 16 adds what row j of the log gives the rows that it has left,
 // (weight of row j) u_j: the sum over the log is then the same sum over lanes. The weights are e^(G_t - G_j) k_j.k_t / |k_j|,
 // and the same with q_t; what they have in common with S k, 1 / |k_t| and DIM^-0.5 / |q_t|, comes last.
-// Dots. Each warp makes those of some rows of the log, and of one row of the tree, with all keys and queries. They pass
-// through shared memory at the barrier, when the first tile has been multiplied.
+// Dots. Each warp makes those of some rows of the log with all keys and queries; they pass through shared memory at the
+// barrier, when the first tile has been multiplied. Those between rows of the tree go the same way, a row from each warp,
+// if there are more than two rows; else every warp makes all, while it waits for its tile.
 // Flush. S <- e^{G_h} S + sum_j fold_j u_j k_j^T in registers; written, and gone on with (rounded, if the state is bf16).
 //
-// Shared memory: `Tree`; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of each warp.
+// Shared memory: `Tree` of three or four rows; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of each warp.
 // Order. All loads that need no other go first; then keys of the log, the tile and u of the log as soon as slot, length
 // and row list are there. Gates and decays are made while these are on their way. The next tile is asked for when the sums
 // of the present one no longer need its registers.
@@ -36,7 +37,7 @@
 #ifndef LOG_BLOCKS  // 0, or 1 for a log of up to 16 rows
 #define LOG_BLOCKS 1
 #endif
-#ifndef WARPS  // a power of two, at least ROWS
+#ifndef WARPS  // a power of two; at least ROWS, if there are more than two
 #define WARPS 4
 #endif
 #ifndef TILE_ROWS  // 4, 8, 16 or 32
@@ -58,22 +59,24 @@ constexpr int LOG_CLASSES = CLASSES < 2 ? CLASSES : 2;                      // a
 constexpr int LOG_LANES = 8 * LOG_CLASSES, LOG_OF_LANE = LOG_ROWS / LOG_LANES;
 constexpr int U_WORDS = QUARTER * (int)sizeof(log_t) > 4 ? QUARTER * (int)sizeof(log_t) / 4 : 1;  // of a quarter
 constexpr int COPIES = 8 / QUARTER;                                         // lanes that end with the same value row
-constexpr int COLUMNS = 2 * ROWS, PITCH = ROWS > 2 ? 8 : 4;                 // key of row 0, its query, key of row 1, ...
+constexpr int COLUMNS = 2 * ROWS, PITCH = 8;                                // key of row 0, its query, key of row 1, ...
 constexpr int SELF = COLUMNS;                                               // place of 1 / |k_j| among the dots of log row j
 constexpr int FOLD_UNROLL = 2;                                              // log rows of a turn of the fold's loop
-static_assert(WARPS >= ROWS && ROWS <= 4, "every row of the tree has a warp that makes its dots");
+static_assert(ROWS <= 4 && (ROWS <= 2 || WARPS >= ROWS), "each of more than two rows has a warp that makes its dots");
 static_assert(DIM % (TILE_ROWS * TILES) == 0 && TILE_ROWS >= 4 && TILE_ROWS <= 32, "tiles of a warp are of one head");
 
-// What the rows of the tree have between them, for all value heads.
+// What three or four rows have between them, for all value heads; fewer keep it in registers.
 struct Tree {
   float dots[ROWS][PITCH];  // k_s with the key and the query of every row
   float scale[PITCH];       // 1 / |k| and DIM^-0.5 / |q| of each row, in the order of the columns
 };
+constexpr bool SHARED_TREE = ROWS > 2;
+constexpr int TREE_BYTES = SHARED_TREE ? (int)sizeof(Tree) : 0;
 constexpr int DOTS_BYTES = LOG_BLOCKS ? (COLUMNS + 1) * LOG_ROWS * 4 : 0;
 constexpr int KEYS_BYTES = LOG_BLOCKS ? LOG_ROWS * DIM * 2 : 0;
 constexpr int FOLD_BYTES = LOG_BLOCKS ? LOG_ROWS * TILE_ROWS * 4 : 0;    // of a warp
 #ifdef EXPECTED_SHARED_BYTES
-static_assert(sizeof(Tree) + DOTS_BYTES + KEYS_BYTES + WARPS * FOLD_BYTES == EXPECTED_SHARED_BYTES, "LanesPlan.shared_bytes");
+static_assert(TREE_BYTES + DOTS_BYTES + KEYS_BYTES + WARPS * FOLD_BYTES == EXPECTED_SHARED_BYTES, "LanesPlan.shared_bytes");
 #endif
 
 // Loads that the compiler does not divide, join or repeat.
@@ -193,7 +196,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
     A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
     if (ROWS > 1) my_mask = load4(masks + (u32)(request * mask_pitch + my_row));
-    if (ROWS > 1 && warp < ROWS) {
+    if (SHARED_TREE && (WARPS == ROWS || warp < ROWS)) {
       load_words(own_key_words, k + ((first_token + warp) * (u32)k_pitch + key_head * DIM + piece));
       load_words(own_query_words, q + ((first_token + warp) * (u32)q_pitch + key_head * DIM + piece));
     }
@@ -307,6 +310,32 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
       column[2 * t + 1][i] = element(query_words[t], i);
     }
 
+  // ---- norms and dots of one or two rows ----
+  constexpr float ROOT = DIM == 128 ? 0.08838834764831845f : 0.125f;  // DIM^-0.5
+  float near[ROWS][COLUMNS] = {}, scale[COLUMNS] = {};  // `Tree` of one or two rows
+  if (!SHARED_TREE) {
+    auto dot = [&](int x, int y) {
+      float sum = column[x][0] * column[y][0];
+#pragma unroll
+      for (int e = 1; e < KEYS; e++) sum = fmaf(column[x][e], column[y][e], sum);
+      return sum;
+    };
+    if (ROWS == 1) {
+      float sums[3][1] = {{dot(0, 0)}, {dot(1, 1)}, {dot(0, 1)}};
+      add_up<LANES_OF_ROW / 2>(sums, lane);
+      scale[0] = rsqrtf(sums[0][0] + norm_eps), scale[1] = rsqrtf(sums[1][0] + norm_eps) * ROOT, near[0][1] = sums[2][0];
+    } else {
+      constexpr int K1 = COLUMNS - 2, Q1 = COLUMNS - 1;  // of the second row
+      float sums[1][8] = {
+          {dot(0, 0), dot(1, 1), dot(K1, K1), dot(Q1, Q1), dot(0, 1), dot(0, K1), dot(0, Q1), dot(K1, Q1)}};
+      add_up<LANES_OF_ROW / 2>(sums, lane);
+      auto sum_of = [&](int i) { return shuffle(sums[0][0], i * (LANES_OF_ROW / 8)); };
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) scale[c] = rsqrtf(sum_of(c) + norm_eps) * (c & 1 ? ROOT : 1.f);
+      near[0][1] = sum_of(4), near[0][K1] = sum_of(5), near[0][Q1] = sum_of(6), near[ROWS - 1][Q1] = sum_of(7);
+    }
+  }
+
   // ---- records of keys and gates: what they overwrite is no log row of this launch ----
   if (live && blockIdx.x == 0 && warp == 0 && lane < LANES_OF_ROW) {
 #pragma unroll
@@ -319,20 +348,18 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   if (live && first_row == 0 && lane < ROWS)
     g_records[(record_base + my_record) * value_heads + value_head] = my_decay;
 
-  // ---- dots of the tree's keys and of the log's ----
+  // ---- dots of more rows, and of the log's keys ----
   extern __shared__ __align__(16) u8 memory[];
   Tree& tree = *(Tree*)memory;
-  float* dots = (float*)(&tree + 1);  // [COLUMNS + 1][LOG_ROWS]
+  float* dots = (float*)(memory + TREE_BYTES);  // [COLUMNS + 1][LOG_ROWS]
   u16* log_keys = (u16*)((u8*)dots + DOTS_BYTES);
   float* fold = (float*)((u8*)log_keys + KEYS_BYTES + warp * FOLD_BYTES);  // [LOG_ROWS][TILE_ROWS]
-  if (warp < ROWS) {
-    const u32(&own_key)[WORDS] = ROWS == 1 ? key_words[0] : own_key_words;
-    const u32(&own_query)[WORDS] = ROWS == 1 ? query_words[0] : own_query_words;
-    constexpr int SUMS = ROWS == 1 ? 2 : PITCH, WRITERS = LANES_OF_ROW / SUMS;  // lanes with the same sum
-    float sums[1][SUMS] = {}, square[1][1] = {};
+  if (SHARED_TREE && (WARPS == ROWS || warp < ROWS)) {
+    constexpr int WRITERS = LANES_OF_ROW / PITCH;  // lanes with the same sum
+    float sums[1][PITCH] = {}, square[1][1] = {};
 #pragma unroll
     for (int e = 0; e < KEYS; e++) {
-      const float x = element(own_key, e), y = element(own_query, e);
+      const float x = element(own_key_words, e), y = element(own_query_words, e);
       square[0][0] = fmaf(y, y, square[0][0]);
 #pragma unroll
       for (int c = 0; c < COLUMNS; c++) sums[0][c] = fmaf(x, column[c][e], sums[0][c]);
@@ -344,11 +371,13 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
       tree.dots[warp][c] = sums[0][0];
       if (c == 2 * warp) {
         tree.scale[c] = rsqrtf(sums[0][0] + norm_eps);
-        tree.scale[c + 1] = rsqrtf(square[0][0] + norm_eps) * (DIM == 128 ? 0.08838834764831845f : 0.125f);
+        tree.scale[c + 1] = rsqrtf(square[0][0] + norm_eps) * ROOT;
       }
     }
   }
-  if (LOG_BLOCKS && length > 0) {
+  auto near_of = [&](int s, int c) { return SHARED_TREE ? tree.dots[s][c] : near[s][c]; };
+  auto scale_of = [&](int c) { return SHARED_TREE ? tree.scale[c] : scale[c]; };
+  if (LOG_BLOCKS && (SHARED_TREE || length > 0)) {
     float sums[COLUMNS + 1][PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
@@ -464,7 +493,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
           for (int i = 0; i < QUARTER; i++)
             product[x][c % CLASSES][i] += exchange(product[x][(c + 2) % CLASSES][i], 16);
     }
-    if (n == 0 && !flush) {
+    if (n == 0 && !flush && (SHARED_TREE || length > 0)) {
       __syncthreads();
       if (LOG_BLOCKS && length > 0) {
 #pragma unroll
@@ -517,12 +546,12 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
 #pragma unroll
       for (int s = 0; s < t; s++) {
         const float decayed = between[t][s] * scaled[s];
-        of_key = fmaf(tree.dots[s][2 * t], decayed, of_key);
-        of_query = fmaf(tree.dots[s][2 * t + 1], decayed, of_query);
+        of_key = fmaf(near_of(s, 2 * t), decayed, of_key);
+        of_query = fmaf(near_of(s, 2 * t + 1), decayed, of_query);
       }
-      u[t] = beta[t] * (bf16_to_float(value_bits[t]) - tree.scale[2 * t] * of_key);
-      scaled[t] = tree.scale[2 * t] * u[t];
-      o[t] = tree.scale[2 * t + 1] * fmaf(tree.dots[t][2 * t + 1], scaled[t], of_query);
+      u[t] = beta[t] * (bf16_to_float(value_bits[t]) - scale_of(2 * t) * of_key);
+      scaled[t] = scale_of(2 * t) * u[t];
+      o[t] = scale_of(2 * t + 1) * fmaf(near_of(t, 2 * t + 1), scaled[t], of_query);
     }
 #pragma unroll
     for (int t = 0; t < ROWS; t++) {

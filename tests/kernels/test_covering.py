@@ -54,7 +54,7 @@ def test_a_problem_runs_a_few_plans_and_none_twice() -> None:
         assert set(plans) <= set(candidates(where))
         count = Counter(plan.file for plan in plans)
         assert 2 <= count[StreamPlan.file] <= 4 if where.rows <= 16 else not count[StreamPlan.file]
-        assert 2 <= count[LanesPlan.file] <= 4 if where.rows <= 2 else not count[LanesPlan.file]
+        assert 2 <= count[LanesPlan.file] <= 4 if where.rows <= 4 else not count[LanesPlan.file]
         assert 1 <= count[WidePlan.file] <= 6 if where.rows >= 9 else not count[WidePlan.file]
 
 
