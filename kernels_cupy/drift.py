@@ -38,8 +38,10 @@ BF16_GROUPS = {name: GROUPS[name] for name in ("chain of 4 rows", "tree 2,2 of 7
 #: exp(g) by head, from slow to fast: as trained layers have it, and so slow that errors have 10,000 steps to pile up.
 DECAYS = {"trained": (1e-4, 0.1), "slow": (1e-7, 1e-3)}
 BATCH, PREPARED = 4, 97
-#: Largest error of the committed state, and how much larger it may be at the end than after 3 % of the steps.
-LIMIT, GROWTH = 1e-5, 2.0
+#: Largest error of the committed state, and how much larger it may be at the end than after 3 % of the steps. Rounding to
+#: nearest alone grows with the root of the steps (5.8 there) while no decay forgets it, and every method does that: growth
+#: counts where the error ends above this share of the plain fp32 recurrence's.
+LIMIT, GROWTH, SHARE_OF_PLAIN = 1e-5, 2.0, 0.5
 #: Methods whose published record formats round more than fp32 does: shown, not judged.
 ROUNDED_RECORDS = ("replayssm",)
 #: How a record calls treelog with u in fp32 over a bf16 state.
@@ -119,18 +121,21 @@ def run_group(name: str, decay: str, steps: int, state_dtype: str = "float32", s
         {
             "group": name, "decay": decay, "state_dtype": state_dtype, "method": method, "steps": marks,
             "state_error": errors, ratio: errors[-1] / plain[-1],
-            "failed": failures(method, errors) if state_dtype == "float32" else bf16_failures(method, errors, plain),
+            "failed": failures(method, errors, plain) if state_dtype == "float32" else bf16_failures(method, errors, plain),
         }
         for method, errors in found.items()
     ]  # fmt: skip
 
 
-def failures(method: str, errors: list[float]) -> list[str]:
-    """What is wrong with a method's errors at the marks: too large (or not a number), or growing with the steps."""
+def failures(method: str, errors: list[float], plain: list[float]) -> list[str]:
+    """What is wrong with a method's errors at the marks: too large (or not a number), or growing with the steps.
+
+    `plain` are those of the plain fp32 recurrence.
+    """
     if method in ROUNDED_RECORDS or method in PLAIN:
         return [] if np.isfinite(errors).all() else ["not finite"]
     found = [] if all(error <= LIMIT for error in errors) else [f"above {LIMIT:.0e}"]
-    if not errors[-1] <= GROWTH * errors[min(1, len(errors) - 1)]:
+    if not errors[-1] <= max(GROWTH * errors[min(1, len(errors) - 1)], SHARE_OF_PLAIN * plain[-1]):
         found.append("grows")
     return found
 

@@ -1,8 +1,8 @@
 """Measured steps of the kernels beside their targets, the strongest public kernels and the time of their bytes.
 
-A cell is one kernel and batch at heads 16/32 of 128. Plain decoding is `deltalog`; chains and binary trees are
-`treelog`. Targets and public times are `lab/data/kernel_targets.csv`, measured times the rows of a profile: phase
-`step`, timer `graph`, µs per layer.
+A cell is `treelog` with one tree and batch at heads 16/32 of 128: plain decoding, chains and binary trees. Targets and
+public times are `lab/data/kernel_targets.csv`, measured times the rows of a profile: phase `step`, timer `graph`, µs a
+layer.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Kernel:
     @classmethod
     def of(cls, kind: str, rows: int) -> Kernel:
         """The kernel of a kind (`decode`, `chain` or `tree`) and number of rows."""
-        method = "deltalog" if kind == "decode" else "treelog"
-        shape = "binary" if kind == "tree" else "chain"
-        return cls(method, f"{shape}:{rows - 1}", rows, kind)
+        return cls("treelog", f"{'binary' if kind == 'tree' else 'chain'}:{rows - 1}", rows, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@
 // g, row t] in lane 4 g + t. Hence [L_log; C_log] and [T - I; C T] are kept lane by lane, as bf16 hi and lo (and least)
 // parts: in registers for up to 4 rows, in shared memory beyond.
 // R of rows 8 p + t and 8 p + 4 + t is one 32-bit word of two bf16 in each of three parts: products of 8 k-slots need no
-// register to move.
+// register to move. Where records are bf16, two parts of R and T do, and u of the log is exact in one: 5 products, not 11.
 //
 // Shared memory: per warp STAGES tiles and at least two places for what a tile takes of v and of the log's u; then keys and
 // queries of the rows, keys of the log, `Scales`, `Head` of each value head, weights of a fold for each warp. Tiles come
@@ -28,9 +28,9 @@
 // tile comes, since loads into registers are waited for at the end of the loop.
 // End of a launch. What a multiprocessor still does when others have nothing left is half a CTA on average, and a CTA that
 // folds a log lives longer. With HALVED the last requests have twice the CTAs, each with half the tiles of every warp.
-// Occupancy: MIN_CTAS bounds the registers. 12, 16 or 20 warps of a multiprocessor have 168, 128 or 96 registers, and with
-// 16 of them 128 KiB of fp32 tiles are in flight; every one is at another point of its life. 16 rows with an fp32 state fit
-// three CTAs of four warps.
+// Occupancy: MIN_CTAS bounds the registers. 12, 16, 20 or 24 warps of a multiprocessor have 168, 128, 96 or 80 registers (24
+// spill unless records are bf16), and with 16 of them 128 KiB of fp32 tiles are in flight; every one is at another point of
+// its life. 16 rows with an fp32 state fit three CTAs of four warps.
 // Precision and traffic: as verify.cu. Nothing here needs an instruction newer than those of sm_80.
 #include "common.cuh"
 

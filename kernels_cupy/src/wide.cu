@@ -14,7 +14,11 @@
 // halves of 16 rows with a lane per column. With R = beta v - beta e^G S k - L_log u_log, block by block:
 //     u_b = R_b + (T_b - I) R_b,   R_later -= L u_b,   o += C u_b
 // R and u enter in three bf16 parts (24 bits; two where they act on outputs), T in three, L in two (three on long
-// paths), C in two.
+// paths), C in two. Where records are bf16, two parts do for R, u and T, and u of the log is exact in one.
+// One block and a bf16 state (MERGED): keys and queries are one operand of 2 ROWS columns, and so are [-L_log; C_log] and
+//     [u; o] = [R; o of S and the log] + [T - I; C T] R
+// which leaves three products to wait for in a tile. C T is made by the warps of the queries with mma.sync, from C in their
+// registers. An fp32 state has no registers for it.
 //
 // Shared memory. Second operands are blocks of 8 rows x 16 bytes ("core matrices", no swizzle), 16-byte columns of all
 // rows one after another: keys and queries come there by asynchronous copies of 16 bytes. Then: keys of the log and its
@@ -23,7 +27,7 @@
 // Order. First the loads that need no other, then tile and log. Decays of all heads are made at once. For each head:
 // the first tile meets the keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy
 // of a tile starts when the one before is in registers. v of the tree and u of the log are prefetched into the L2 cache
-// by the CTA's start and loaded where a tile begins.
+// by the CTA's start and loaded where a tile begins, with 32 rows after the small matrices: registers.
 // Occupancy. MIN_CTAS bounds the registers: up to 255 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for
 // 16 with a bf16 state (five; the tightest bounds spill up to 32 bytes). CTAs are at different points of their lives;
 // what bounds them is latency, not tensor cores.
@@ -66,8 +70,8 @@ constexpr int W_PITCH = COLUMNS * 16, W_BYTES = LOG_BLOCKS ? 2 * W_PITCH : 0;  /
 // A warp's tile. fp32: rows of 16-byte pieces that change places against bank conflicts. bf16: rows padded by 16 bytes, first
 // the even ones, then the odd ones, as load_matrix4 wants them.
 constexpr int ROW_BYTES = DIM * (int)sizeof(state_t) + (STATE_BF16 ? 16 : 0), STAGE_BYTES = 16 * ROW_BYTES;
-constexpr bool LATE = ROWS == 32;  // v and u of the log are loaded after the small matrices: room for registers
-constexpr bool MERGED = BLOCKS == 1 && STATE_BF16;              // keys and queries in one product, [T - I; C T] instead of T and C
+constexpr bool LATE = ROWS == 32;                   // v and u of the log are loaded after the small matrices
+constexpr bool MERGED = BLOCKS == 1 && STATE_BF16;  // keys and queries in one product, [T - I; C T] instead of T and C
 constexpr int T_ROWS = MERGED ? COLUMNS : BLOCK, T_PITCH = T_ROWS * 16, T_BYTES = BLOCK / 8 * T_PITCH;
 constexpr int SCRATCH_PITCH = BLOCK + 8;                                           // floats of a row of L where T will be
 constexpr int SCRATCH_BYTES = BLOCK * SCRATCH_PITCH * 4, BLOCK_BYTES = PARTS * T_BYTES > SCRATCH_BYTES ? PARTS * T_BYTES : SCRATCH_BYTES;

@@ -8,7 +8,7 @@ import pytest
 
 from kernels_cupy.plans import STREAM_RECORD_ROWS, Problem, StreamPlan, stream_plans
 from lab.methods.base import LayerHeads
-from lab.methods.treelog import log_rows
+from lab.methods.treelog import log_capacity
 
 
 def problem(rows: int, logged: int, key_heads: int = 2, value_heads: int = 4, dim: int = 128) -> Problem:
@@ -52,7 +52,7 @@ def test_logs_of_more_than_16_rows_leave_a_lane_for_every_record_row() -> None:
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_the_log_of_treelog_has_streams_for_every_small_tree(rows: int) -> None:
     for path in range(1, rows + 1):
-        logged = log_rows(rows, path)
+        logged = log_capacity(rows, path)
         assert logged >= path
         assert logged <= 16 or rows + logged <= STREAM_RECORD_ROWS
         assert any(plan.warps == 4 for plan in stream_plans(problem(rows, logged)))
