@@ -1,7 +1,8 @@
 """Which plans the gate and the sanitizers run, of the kernels that have more of them than can be run on everything.
 
-A *variant* is what tells plans apart: source, macros, and the arguments that say how the work is cut. A *trait* is one
-value of a macro or such an argument, together with the size of the tree, the log and the type of the state.
+A *variant* is what tells plans apart: source, macros, and the arguments that say how the work is cut
+(`VerifyPlan.cut`; how many CTAs are halved does not count). A *trait* is one value of a macro or such an argument,
+together with the size of the tree, the log and the type of the state.
 """
 
 from __future__ import annotations

@@ -110,6 +110,8 @@ def targets(state: str) -> Callable[[Record], str]:
         if cell.measured_us is None:
             return f"not measured / {cell.target_us:g}<br>{public}"
         ratio = f"{cell.measured_us / cell.target_us:.2f}"
+        if ratio == "1.00":
+            ratio = f"{cell.measured_us / cell.target_us:.3f}"
         return f"**{us(cell.measured_us)}** / {cell.target_us:g} = {ratio}<br>{cell.verdict}<br>{public}"
 
     def part(record: Record) -> str:

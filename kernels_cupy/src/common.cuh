@@ -62,7 +62,8 @@ DEVICE void split3(float x, float y, u32& hi, u32& mid, u32& lo) {
   lo = pack_bf16(rest_x - low_half(mid), rest_y - high_half(mid));
 }
 
-// bf16 parts of what becomes u, on its way there: R, T and a fold's weighted u. Two keep 17 bits, and a record in bf16 has 8.
+// stream.cu and wide.cu: bf16 parts of what becomes u, on its way there: R, T and a fold's weighted u. Two keep 17 bits, and
+// a record in bf16 has 8. (commit.cu folds rows that are there already: its parts follow the state. verify.cu keeps three.)
 constexpr int PARTS = LOG_BF16 ? 2 : 3;
 
 // x in PARTS parts; two leave the third as it is.

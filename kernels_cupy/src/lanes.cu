@@ -11,21 +11,23 @@
 // selected.
 // Sums. Lanes give each other the half that the other keeps: across 16, then 8, then (with a selection) 4, 2 and 1, until
 // a lane has S k and S q of one value row for every tree row. It solves the rows one after the other and has u and o.
-// Log. When quarters have been shared across 16, lane j % 16 adds what row j of the log gives the rows that it has left,
-// (weight of row j) u_j: the sum over the log is then the same sum over lanes. The weights are e^(G_t - G_j) k_j.k_t / |k_j|,
-// and the same with q_t; what they have in common with S k, 1 / |k_t| and DIM^-0.5 / |q_t|, comes last.
+// Log. When quarters have been shared across 16, lane l adds what row l % 16 of the log gives the rows that it has left
+// (with a bf16 state of width 64 rows l % 8 and l % 8 + 8), (weight of row j) u_j: the sum over the log is then the same
+// sum over lanes. The weights are e^(G_t - G_j) k_j.k_t / |k_j|, and the same with q_t; what they have in common with S k,
+// 1 / |k_t| and DIM^-0.5 / |q_t|, comes last.
 // Dots. Each warp makes those of some rows of the log with all keys and queries; they pass through shared memory at the
 // barrier, when the first tile has been multiplied. Those between rows of the tree go the same way, a row from each warp,
 // if there are more than two rows; else every warp makes all, while it waits for its tile.
 // Flush. S <- e^{G_h} S + sum_j fold_j u_j k_j^T in registers; written, and gone on with (rounded, if the state is bf16).
 //
-// Shared memory: `Tree` of three or four rows; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of each warp.
+// Shared memory: `Tree` of three or four rows; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of
+// each warp.
 // Order. All loads that need no other go first; then keys of the log, the tile and u of the log as soon as slot, length
 // and row list are there. Gates and decays are made while these are on their way. The next tile is asked for when the sums
 // of the present one no longer need its registers.
-// Occupancy: a tile takes TILE_ROWS / 2 registers of a lane for each byte of a number; MIN_CTAS bounds the rest. With one
-// request every warp of the launch has a place at once, so that few rows per warp are fast; 8 requests fill 16 warps of
-// each multiprocessor with 8 KiB of an fp32 state.
+// Occupancy: a tile takes TILE_ROWS DIM / 128 registers of a lane for each byte of a number; MIN_CTAS bounds the rest.
+// With one request every warp of the launch has a place at once, so that few rows per warp are fast; 8 requests fill 16
+// warps of each multiprocessor with 8 KiB of an fp32 state.
 // Precision: all in fp32. A sum of log decays is a sum over rows between, of numbers of one sign, never a difference of
 // two such sums: an exponent is off by its own rounding only.
 // Nothing here needs an instruction newer than those of sm_80.
@@ -192,6 +194,7 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
       load_words(key_words[t], k + ((first_token + t) * (u32)k_pitch + key_head * DIM + piece + turn - ROWS));
       load_words(query_words[t], q + ((first_token + t) * (u32)q_pitch + key_head * DIM + piece + turn - ROWS));
     }
+    // Beyond the log's length another warp may be writing what is read here; it is not used then.
     if (LOG_BLOCKS) stored_decay = __uint_as_float(load4(g_records + (entry * value_heads + value_head)));
     a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
     A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);

@@ -144,7 +144,8 @@ DEVICE float decay_between(float G, float G_rest, const Column& column) {
   return __expf(fminf((G - column.G) + (G_rest - column.G_rest), 0.f));
 }
 
-// Inputs of one value head that belong to a lane's row; lanes 0-15 stand for the rows of the log, 16-31 for the tree's.
+// Inputs of one value head that belong to a lane's row; lanes 0-15 stand for the rows of the log, 16-31 for the tree's. With
+// two blocks of log rows all lanes stand for the log's as well, in what is named after it.
 struct Gates {
   u32 a, b;
   float A_log, dt_bias, log_decay;
@@ -175,7 +176,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   const int request = blockIdx.z, share = blockIdx.x;
 #endif
   const int g = lane >> 2, t = lane & 3;
-  const int row = lane - 16;  // lanes 0-15 stand for the rows of the log, lanes 16-31 for those of the tree
+  const int row = lane - 16;  // lanes 0-15 stand for the (first) rows of the log, lanes 16-31 for those of the tree
   const bool is_tree = row >= 0 && row < rows, is_query = g & 1;
   const i64 record_base = (i64)request * record_rows;
   const int first_token = request * rows;

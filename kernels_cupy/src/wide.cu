@@ -14,7 +14,8 @@
 // halves of 16 rows with a lane per column. With R = beta v - beta e^G S k - L_log u_log, block by block:
 //     u_b = R_b + (T_b - I) R_b,   R_later -= L u_b,   o += C u_b
 // R and u enter in three bf16 parts (24 bits; two where they act on outputs), T in three, L in two (three on long
-// paths), C in two. Where records are bf16, two parts do for R, u and T, and u of the log is exact in one.
+// paths), C in two. Where records are bf16, two parts do for R, u and T, and u of the log is exact in one. C T, below, has
+// the parts of T.
 // One block and a bf16 state (MERGED): keys and queries are one operand of 2 ROWS columns, and so are [-L_log; C_log] and
 //     [u; o] = [R; o of S and the log] + [T - I; C T] R
 // which leaves three products to wait for in a tile. C T is made by the warps of the queries with mma.sync, from C in their
@@ -29,8 +30,8 @@
 // of a tile starts when the one before is in registers. v of the tree and u of the log are prefetched into the L2 cache
 // by the CTA's start and loaded where a tile begins, with 32 rows after the small matrices: registers.
 // Occupancy. MIN_CTAS bounds the registers: up to 255 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for
-// 16 with a bf16 state (five; the tightest bounds spill up to 32 bytes). CTAs are at different points of their lives;
-// what bounds them is latency, not tensor cores.
+// 16 with a bf16 state (five); the tightest bounds spill, 40 bytes at most (resources.csv). CTAs are at different points
+// of their lives; what bounds them is latency, not tensor cores.
 // Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the
 // rest.
 #include "common.cuh"

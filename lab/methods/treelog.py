@@ -15,12 +15,12 @@ LOG_ROWS, LONG_LOG_ROWS = 16, 24
 #: Longest paths and most rows of the trees that have the longer log. A path of 8 rows is half of a log of 16, which
 #: would be folded nearly every second step; shorter paths fold rarely enough, longer ones and larger trees do not repay
 #: what more rows of a log cost.
-LONG_PATHS, LONG_LOG_TREE = range(5, 9), 8
+LONG_LOG_PATHS, LONG_LOG_TREE_ROWS = range(5, 9), 8
 
 
 def log_capacity(rows: int, longest_path: int) -> int:
     """Rows of the log of trees of `rows` rows: at least one whole path, so that a step always fits after a flush."""
-    usual = LONG_LOG_ROWS if longest_path in LONG_PATHS and rows <= LONG_LOG_TREE else LOG_ROWS
+    usual = LONG_LOG_ROWS if longest_path in LONG_LOG_PATHS and rows <= LONG_LOG_TREE_ROWS else LOG_ROWS
     return max(usual, longest_path)
 
 

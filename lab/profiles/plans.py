@@ -174,8 +174,8 @@ def _row(raw: dict[str, str], line: str) -> PlanRow:
     for name in PLACE_COLUMNS:
         if name != "state_dtype":
             lowest = 0 if name in ("log_bf16", "log_rows") else 1
-            if not (raw[name] or "").isdecimal() or int(raw[name]) < lowest:
-                raise UsageError(f"{line}: {name} is {raw[name]!r}; a whole number from {lowest} is needed")
+            if not re.fullmatch(r"[0-9]{1,12}", raw[name] or "") or int(raw[name]) < lowest:
+                raise UsageError(f"{line}: {name} is {str(raw[name])[:20]!r}; a whole number from {lowest} is needed")
             numbers[name] = int(raw[name])
     if raw["state_dtype"] not in STATE_DTYPES:
         raise UsageError(f"{line}: state_dtype is {raw['state_dtype']!r}; allowed are {', '.join(STATE_DTYPES)}")

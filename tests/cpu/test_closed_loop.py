@@ -69,7 +69,6 @@ def test_a_bf16_state_with_treelogs_bf16_records_stays_nearer_than_one_rounded_i
     """treelog rounds u once and the state once per flush; replayssm rounds keys as well, storeall every row's state."""
     errors = closed_loop(group, regime, steps=300, dtype="bfloat16")
     median = {name: np.median(found.state[100:]) for name, found in errors.items()}
-    print(median)
     assert median["treelog"] < 0.85 * median["storeall"]
     if "replayssm" in median:
         assert median["treelog"] < median["replayssm"]

@@ -75,6 +75,7 @@ def test_a_log_of_the_same_type_comes_before_all_others() -> None:
         ("batch", "0", "batch is '0'; a whole number from 1"),
         ("rows", "2.5", "rows is '2.5'"),
         ("log_rows", "-1", "log_rows is '-1'; a whole number from 0"),
+        ("batch", "9" * 5000, "batch is .9{20}.; a whole number"),
         ("log_bf16", "2", "log_bf16 is 2; 0 or 1"),
         ("state_dtype", "half", "state_dtype is 'half'; allowed are float32"),
         ("value_heads", "33", "value_heads is 33; a multiple of key_heads"),
