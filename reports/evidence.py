@@ -43,13 +43,13 @@ def gate(folder: Path = H200) -> list[dict[str, Any]]:
 
 def drift(folder: Path = H200) -> list[dict[str, Any]]:
     """State error over a closed loop of 10,000 steps, by decay, tree and method, with the ratio to plain fp32."""
-    rows = [row for row in _loops(folder) if row.get("state_dtype", "float32") == "float32"]
+    rows = [row for row in _loops(folder) if row["state_dtype"] == "float32"]
     return [{**row, "error": dict(zip(row["steps"], row["state_error"], strict=True))} for row in rows]
 
 
 def bf16_drift(folder: Path = H200) -> list[dict[str, Any]]:
-    """The same of bf16 states over 2,000 steps, with the ratio to storeall; none in records from before it was run."""
-    return [row for row in _loops(folder) if row.get("state_dtype") == "bfloat16"]
+    """The same of bf16 states over 2,000 steps, with the ratio to storeall."""
+    return [row for row in _loops(folder) if row["state_dtype"] == "bfloat16"]
 
 
 def _loops(folder: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels_cupy.problems import log_limits
 from lab.bench.backend import Effort, PhaseTiming
 from lab.bench.operands import random_operands, random_states
 from lab.bench.points import Point
@@ -21,10 +22,9 @@ from lab.bench.reference import TEMPLATES, GateErrors, Reference, gate_session
 from lab.bench.timer import AnyOf, MedianSpread, TimeLimit, time_calls
 from lab.cpu import SESSIONS, CpuSession
 from lab.cpu.log_sessions import ClosedFormSession
-from lab.methods import METHODS, deltalog, replayssm, treelog
+from lab.methods import METHODS
 from lab.methods.logs import mean_log_rows, steps_per_flush
 from lab.methods.protocol import Operands, SessionSpec
-from lab.methods.treelog import TreeLog
 
 #: Largest relative errors: float32 arithmetic, and what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(1e-5, 1e-5)
@@ -75,11 +75,12 @@ class CpuBackend:
     def bytes_moved(self, point: Point, phase: str) -> float:
         """By the laws of `lab.methods`, whatever types this backend keeps records in."""
         heads = point.heads
-        law = METHODS[point.method].phases(heads, point.tree, point.rows_committed)
+        method = METHODS[point.method]
+        law = method.phases(heads, point.tree, point.rows_committed)
         if phase == "step":
             return point.batch * sum(part.bytes for part in law)
         if phase == "flush":
-            return point.batch * (2 * heads.state_bytes + _log_limits(point)[0] * _record_bytes(point))
+            return point.batch * (2 * heads.state_bytes + _log_limits(point)[0] * method.record_bytes(heads))
         names = ("verify", "decode") if phase == "verify" else ("commit", "gather")
         return point.batch * sum(part.read_bytes + part.write_bytes for part in law if part.name in names)
 
@@ -221,21 +222,8 @@ def layer_bytes(point: Point) -> int:
 
 
 def _log_limits(point: Point) -> tuple[int, int]:
-    """Rows of a log when it is full before a step, and the rows that a step reserves, as `lab.cpu` has them."""
-    rows, path = point.tree.num_rows, point.tree.max_depth + 1
-    return {
-        "replayssm": (max(replayssm.HISTORY_ROWS, rows), rows),
-        "deltalog": (deltalog.LOG_ROWS, 1),
-        "treelog": (treelog.log_capacity(rows, path), path),
-    }[point.method]
-
-
-def _record_bytes(point: Point) -> int:
-    """One row of a log by the law of its method."""
-    if point.method == "treelog":
-        return TreeLog().record_bytes(point.heads)
-    width = 2 if point.method == "replayssm" else 4
-    return point.heads.record_bytes(width, width)
+    """Rows of a log when it is full before a step, and the rows that a step reserves, as on the GPU."""
+    return log_limits(point.method, point.tree.num_rows, point.tree.max_depth + 1)
 
 
 def _flush_steps(point: Point) -> float:

@@ -111,6 +111,10 @@ class StateMethod(ABC):
         """Dense states that a running request keeps in the engine's block pool."""
         return 1
 
+    def record_bytes(self, heads: LayerHeads) -> int:
+        """One row of factors, where a method keeps any: u and the key in fp32 unless it says otherwise."""
+        return heads.record_bytes(4, 4)
+
     @abstractmethod
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
         """Bytes that a running request keeps beside its pool states: records, logs, extra states."""

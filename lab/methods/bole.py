@@ -13,10 +13,10 @@ class Bole(StateMethod):
     source = "arXiv 2608.01651"
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
-        return tree.num_rows * heads.record_bytes(4, 4)
+        return tree.num_rows * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        record = heads.record_bytes(4, 4)
+        record = self.record_bytes(heads)
         read, write = verify_operands(heads, tree)
         return (
             Phase("verify", heads.state_bytes + read, tree.num_rows * record + write),

@@ -17,10 +17,10 @@ class DeltaLog(StateMethod):
     source = "arXiv 2608.15533"
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
-        return LOG_ROWS * heads.record_bytes(4, 4)
+        return LOG_ROWS * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        record = heads.record_bytes(4, 4)
+        record = self.record_bytes(heads)
         flush_steps = steps_per_flush(LOG_ROWS, 1, 1.0)
         history = mean_log_rows(flush_steps, 1.0) * record
         read, write = verify_operands(heads, tree)

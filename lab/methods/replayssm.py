@@ -19,11 +19,15 @@ class ReplaySSM(StateMethod):
     def _ring_rows(self, tree: DraftTree) -> int:
         return 1 << (HISTORY_ROWS + tree.num_rows - 1).bit_length()
 
+    def record_bytes(self, heads: LayerHeads) -> int:
+        """One row of the ring: u and the key in bf16."""
+        return heads.record_bytes(2, 2)
+
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
-        return self._ring_rows(tree) * heads.record_bytes(2, 2)
+        return self._ring_rows(tree) * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        record, rows = heads.record_bytes(2, 2), tree.num_rows
+        record, rows = self.record_bytes(heads), tree.num_rows
         flush_steps = steps_per_flush(HISTORY_ROWS + rows, 2 * rows, rows_committed)
         history = mean_log_rows(flush_steps, rows_committed) * record
         read, write = verify_operands(heads, tree)

@@ -14,10 +14,10 @@ class SpecLA(StateMethod):
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
         """Records of all rows and a pending buffer as long as the longest path."""
-        return (tree.num_rows + tree.max_depth + 1) * heads.record_bytes(4, 4)
+        return (tree.num_rows + tree.max_depth + 1) * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        record = heads.record_bytes(4, 4)
+        record = self.record_bytes(heads)
         read, write = verify_operands(heads, tree)
         pending = rows_committed * record
         return (

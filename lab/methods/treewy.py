@@ -12,14 +12,14 @@ class TreeWY(StateMethod):
     topology = "tree"
     source = "arXiv 2608.20961"
 
-    def _record(self, heads: LayerHeads) -> int:
+    def record_bytes(self, heads: LayerHeads) -> int:
         """The stash keeps u and k per value head and the cumulative decay, all fp32."""
         return heads.record_bytes(4, 4, key_per_value_head=True)
 
     def scratch_bytes(self, heads: LayerHeads, tree: DraftTree) -> int:
-        return tree.num_rows * self._record(heads)
+        return tree.num_rows * self.record_bytes(heads)
 
     def phases(self, heads: LayerHeads, tree: DraftTree, rows_committed: float) -> tuple[Phase, ...]:
-        stash = tree.num_rows * self._record(heads)
+        stash = tree.num_rows * self.record_bytes(heads)
         read, write = verify_operands(heads, tree)
         return (Phase("verify", heads.state_bytes + stash + read, heads.state_bytes + stash + write),)
