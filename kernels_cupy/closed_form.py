@@ -15,6 +15,7 @@ import numpy as np
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import kernel, load_cupy, shared_bytes_per_cta
+from kernels_cupy.launch import Launch
 from kernels_cupy.plans import Problem, VerifyPlan
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
@@ -102,18 +103,18 @@ class Verification:
             raise UsageError(f"{rows} rows with a log need {plan.shared_bytes} bytes of shared memory; fewer rows fit")
         cursors = (log.length, log.row_list) if log else (_NO_ARRAY, _NO_ARRAY)
         limits = (log.capacity, log.reserve) if log else (0, 0)
-        self._kernel = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
-        self._grid = plan.grid(batch)
-        self._arguments = (
+        arguments = (
             q, k, v, *map(np.int32, pitches),
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias, masks, np.int32(_mask_pitch(masks)),
             layer.pool, slots, layer.u, layer.k, layer.g, np.int32(layer.record_rows), *cursors, output,
             np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
             *map(np.int32, plan.arguments + limits), np.float32(norm_eps),
         )  # fmt: skip
+        run = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
+        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.shared_bytes)
 
-    def __call__(self) -> None:
-        self._kernel(self._grid, (32 * self.plan.warps,), self._arguments, shared_mem=self.plan.shared_bytes)
+    def __call__(self, chained: bool = False) -> None:
+        self._launch(chained)
 
 
 class Fold:

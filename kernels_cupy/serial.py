@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
 from kernels_cupy.compiler import kernel, load_cupy
+from kernels_cupy.launch import Launch
 from kernels_cupy.plans import check_heads
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands
@@ -31,9 +32,7 @@ class Recurrence:
         q, k, v = (bf16_operand(getattr(operands, name), name) for name in "qkv")
         a, b = gate_operands(operands)
         batch, rows = q.shape[:2]
-        self._macros = {"DIM": heads.key_dim, "STATE_BF16": int(heads.state_dtype == "bfloat16")}
-        self._grid = (heads.value_heads * (heads.value_dim // 64), batch)
-        self._arguments = (
+        arguments = (
             q, k, v, np.int32(row_pitch(q, "q")), np.int32(row_pitch(k, "k")), np.int32(row_pitch(v, "v")),
             a, b, np.int32(a.dtype == np.uint16), operands.A_log, operands.dt_bias,
             _NO_ARRAY if parent is None else parent, np.int32(rows if parent is not None and parent.ndim == 2 else 0),
@@ -41,10 +40,12 @@ class Recurrence:
             np.int32(write_slots.strides[0] // 4), output, np.int32(rows), np.int32(heads.key_heads),
             np.int32(heads.value_heads), np.float32(norm_eps),
         )  # fmt: skip
-        self._kernel = kernel("serial.cu", "recur", **self._macros)
+        macros = {"DIM": heads.key_dim, "STATE_BF16": int(heads.state_dtype == "bfloat16")}
+        grid = (heads.value_heads * (heads.value_dim // 64), batch)
+        self._launch = Launch(kernel("serial.cu", "recur", **macros), grid, 128, arguments)
 
-    def __call__(self) -> None:
-        self._kernel(self._grid, (128,), self._arguments)
+    def __call__(self, chained: bool = False) -> None:
+        self._launch(chained)
 
 
 class Scatter:

@@ -122,6 +122,22 @@ template <int PENDING>
 DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// ---- chained launches ----
+
+// A chained launch (programmatic dependent launch) starts while the one before it in its stream still runs. Until
+// `wait_for_launch_before` it reads only what was there before that launch: states, logs, cursors, masks, weights. q, k, v,
+// gates and everything that is written come afterwards. Every thread waits before the CTA lets the next launch start, so
+// that a launch has all before the one before it behind it. Without a launch to wait for, both do nothing.
+DEVICE void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// A pointer to what the launch before may have written: loads through it stay behind the wait.
+template <typename T>
+DEVICE void written_before(T& pointer) { asm volatile("" : "+l"(pointer) : : "memory"); }
+
 // ---- the order of keys in shared memory ----
 
 // The lane that owns a 16-byte piece of a state row uses all of it as operands of one (fp32) or two (bf16) k-steps.

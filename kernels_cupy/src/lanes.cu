@@ -182,34 +182,13 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   const u32 entry = record_base + min(lane, record_rows - 1);
   const int listed = LOG_BLOCKS ? load4(row_list + entry) : lane;
   float stored_decay = 0.f;  // of record row `lane`, in the log or not: a request has no more than 20
-  u32 key_words[ROWS][WORDS], query_words[ROWS][WORDS], a_bits, b_bits, A_bits, bias_bits, value_bits[ROWS];
-  u32 my_mask = 1, own_key_words[WORDS] = {}, own_query_words[WORDS] = {};  // own: of the tree row whose dots the warp makes
-  const u16* values = v + (first_token * (u32)v_pitch + value_head * DIM + first_row + row_of_lane);
-  const u32 gate = (first_token + my_row) * value_heads + value_head;
-  u32 turn = ROWS;
-#pragma unroll 1
-  do {
-#pragma unroll
-    for (int t = 0; t < ROWS; t++) {
-      load_words(key_words[t], k + ((first_token + t) * (u32)k_pitch + key_head * DIM + piece + turn - ROWS));
-      load_words(query_words[t], q + ((first_token + t) * (u32)q_pitch + key_head * DIM + piece + turn - ROWS));
-    }
-    // Beyond the log's length another warp may be writing what is read here; it is not used then.
-    if (LOG_BLOCKS) stored_decay = __uint_as_float(load4(g_records + (entry * value_heads + value_head)));
-    a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
-    A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
-    if (ROWS > 1) my_mask = load4(masks + (u32)(request * mask_pitch + my_row));
-    if (SHARED_TREE && (WARPS == ROWS || warp < ROWS)) {
-      load_words(own_key_words, k + ((first_token + warp) * (u32)k_pitch + key_head * DIM + piece));
-      load_words(own_query_words, q + ((first_token + warp) * (u32)q_pitch + key_head * DIM + piece));
-    }
-#pragma unroll
-    for (int t = 0; t < ROWS; t++) value_bits[t] = load2(values + t * v_pitch);
-  } while (++turn <= (u32)rows);  // one turn: but what waits for the slot, the compiler does not move into a loop
+  // Beyond the log's length another warp may be writing what is read here; it is not used then.
+  if (LOG_BLOCKS) stored_decay = __uint_as_float(load4(g_records + (entry * value_heads + value_head)));
+  const u32 A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
+  const u32 my_mask = ROWS > 1 ? load4(masks + (u32)(request * mask_pitch + my_row)) : 1;
 
   // ---- keys of the log, the first tile, its u of the log ----
-  // A request of padding loads and stores nothing from here on. To return would be to wait for the slot with every load
-  // above still to come: the compiler moves them below a return.
+  // A request of padding loads no state and stores nothing.
   const bool live = slot >= 0;
   if (LOG_BLOCKS) length = live ? min(length, LOG_ROWS) : 0;
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
@@ -256,20 +235,6 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
       }
   };
   if (LOG_BLOCKS) load_u_of_log();
-
-  // ---- gates and decays ----
-  const float my_decay = log_decay(gate_value(a_bits, gates_bf16), __uint_as_float(A_bits), __uint_as_float(bias_bits));
-  const float my_beta = sigmoid(gate_value(b_bits, gates_bf16));
-  float beta[ROWS], decay[ROWS];
-#pragma unroll
-  for (int t = 0; t < ROWS; t++) {
-    beta[t] = ROWS == 1 ? my_beta : shuffle(my_beta, t);
-    decay[t] = ROWS == 1 ? my_decay : shuffle(my_decay, t);
-  }
-  int tree_record[ROWS];
-#pragma unroll
-  for (int t = 0; t < ROWS; t++) tree_record[t] = LOG_BLOCKS ? shuffle(listed, length + t) : t;
-  const int my_record = LOG_BLOCKS ? shuffle(listed, length + my_row) : my_row;
   // The sum of the log's decays after row j, for lane j; and of all of them.
   float after = 0.f, total = 0.f;
   if (LOG_BLOCKS) {
@@ -285,6 +250,38 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
     total = shuffle(own + after, 0);
   }
 
+  // ---- what the launch before may have written: keys, queries, gates, v ----
+  wait_for_launch_before();
+  u32 key_words[ROWS][WORDS], query_words[ROWS][WORDS], value_bits[ROWS];
+  u32 own_key_words[WORDS] = {}, own_query_words[WORDS] = {};  // of the tree row whose dots the warp makes
+  const u16* values = v + (first_token * (u32)v_pitch + value_head * DIM + first_row + row_of_lane);
+  const u32 gate = (first_token + my_row) * value_heads + value_head;
+#pragma unroll
+  for (int t = 0; t < ROWS; t++) {
+    load_words(key_words[t], k + ((first_token + t) * (u32)k_pitch + key_head * DIM + piece));
+    load_words(query_words[t], q + ((first_token + t) * (u32)q_pitch + key_head * DIM + piece));
+  }
+  const u32 a_bits = load_gate_halves(a, gate, gates_bf16), b_bits = load_gate_halves(b, gate, gates_bf16);
+  if (SHARED_TREE && (WARPS == ROWS || warp < ROWS)) {
+    load_words(own_key_words, k + ((first_token + warp) * (u32)k_pitch + key_head * DIM + piece));
+    load_words(own_query_words, q + ((first_token + warp) * (u32)q_pitch + key_head * DIM + piece));
+  }
+#pragma unroll
+  for (int t = 0; t < ROWS; t++) value_bits[t] = load2(values + t * v_pitch);
+
+  // ---- gates and decays ----
+  const float my_decay = log_decay(gate_value(a_bits, gates_bf16), __uint_as_float(A_bits), __uint_as_float(bias_bits));
+  const float my_beta = sigmoid(gate_value(b_bits, gates_bf16));
+  float beta[ROWS], decay[ROWS];
+#pragma unroll
+  for (int t = 0; t < ROWS; t++) {
+    beta[t] = ROWS == 1 ? my_beta : shuffle(my_beta, t);
+    decay[t] = ROWS == 1 ? my_decay : shuffle(my_decay, t);
+  }
+  int tree_record[ROWS];
+#pragma unroll
+  for (int t = 0; t < ROWS; t++) tree_record[t] = LOG_BLOCKS ? shuffle(listed, length + t) : t;
+  const int my_record = LOG_BLOCKS ? shuffle(listed, length + my_row) : my_row;
   // Sums of the decays of the rows in a mask. Lane 4 t + s makes e^(G_t - G_s), zero if s is not above t.
   auto decay_of = [&](u32 rows_in) {
     float sum = 0.f;

@@ -76,13 +76,18 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
   const int key_head = value_head / (value_heads / key_heads);
   const int value = share * 64 + tid / 8 * ROWS_PER_LANE;  // first of this lane's value rows
   const int slot = read_slots[(i64)request * read_pitch];
-  if (slot < 0) return;
+  if (slot < 0) {
+    wait_for_launch_before();
+    return;
+  }
   const i64 state_size = (i64)value_heads * DIM * DIM;
   const i64 offset = ((i64)value_head * DIM + value) * DIM + 4 * lane;
 
   float s[ROWS_PER_LANE][PIECES][4];
   load_state(s, read_pool + slot * state_size + offset);
   const float A = A_log[value_head], bias = dt_bias[value_head];
+  wait_for_launch_before();
+  written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
   for (int row = 0; row < rows; row++) {
     if (row > 0 && parent) {
       const int above = parent[(i64)request * parent_pitch + row];

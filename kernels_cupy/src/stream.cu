@@ -199,30 +199,23 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   u32 mask = 0;
   Gates gates{};
   if (is_tree && (of_tree || of_log)) {
-    const int index = (first_token + row) * value_heads + value_head;
     mask = (u32)masks[(i64)request * mask_pitch + row];
-    gates.a = load_gate(a, index, gates_bf16), gates.b = load_gate(b, index, gates_bf16);
     gates.A_log = A_log[value_head], gates.dt_bias = dt_bias[value_head];
   }
+  if (slot < 0) {
+    wait_for_launch_before();
+    return;
+  }
+
+  // ---- keys and gates of the log; the first tiles and their u ----
+  const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
+  const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
+  const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
   constexpr int LANES = DIM / 8, ROWS_AT_ONCE = THREADS / LANES;
   constexpr int PASSES = (2 * ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   constexpr int LOG_PASSES = (LOG_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   const int piece = tid % LANES;
   uint4 words[PASSES], log_words[LOG_PASSES];
-#pragma unroll
-  for (int i = 0; i < PASSES; i++) {
-    const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
-    words[i] = make_uint4(0, 0, 0, 0);
-    if (r < rows && column < 2 * ROWS)
-      words[i] = *(const uint4*)((column & 1 ? q + (i64)(first_token + r) * q_pitch : k + (i64)(first_token + r) * k_pitch) +
-                                 key_head * DIM + piece * 8);
-  }
-  if (slot < 0) return;
-
-  // ---- keys and gates of the log; the first tiles, their v and their u ----
-  const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
-  const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
-  const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
   if (LOG_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
@@ -265,9 +258,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
                 ((u32)record_base + shuffle(listed, r < length ? r : 0)) * record_bytes;
   }
   const bool second_block = length > 16;  // of the log
-  auto copy_rows = [&](u32 side) {  // and go to the next tile
-    if (lane < 2 * ROWS) copy_async16(side + lane * 16, (const u8*)v + v_from);
-    v_from += 32;
+  auto copy_u = [&](u32 side) {  // and go to the next tile
     if (LOG_BLOCKS && length > 0) {
 #pragma unroll
       for (int i = 0; i < U_COPIES; i++) {
@@ -278,9 +269,33 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
     }
   };
+  auto copy_v = [&](u32 side) {  // the same
+    if (lane < 2 * ROWS) copy_async16(side + lane * 16, (const u8*)v + v_from);
+    v_from += 32;
+  };
+  auto copy_rows = [&](u32 side) { copy_v(side), copy_u(side); };
+#pragma unroll
+  for (int i = 0; i < STAGES; i++)
+    if (i < tiles_per_warp) copy_u(first_side + i * SIDE_BYTES);
+
+  // ---- what the launch before may have written: keys, queries, gates, v ----
+  wait_for_launch_before();
+  written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
+#pragma unroll
+  for (int i = 0; i < PASSES; i++) {
+    const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
+    words[i] = make_uint4(0, 0, 0, 0);
+    if (r < rows && column < 2 * ROWS)
+      words[i] = *(const uint4*)((column & 1 ? q + (i64)(first_token + r) * q_pitch : k + (i64)(first_token + r) * k_pitch) +
+                                 key_head * DIM + piece * 8);
+  }
+  if (is_tree && (of_tree || of_log)) {
+    const int index = (first_token + row) * value_heads + value_head;
+    gates.a = load_gate(a, index, gates_bf16), gates.b = load_gate(b, index, gates_bf16);
+  }
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {
-    if (i < tiles_per_warp) copy_rows(first_side + i * SIDE_BYTES);
+    if (i < tiles_per_warp) copy_v(first_side + i * SIDE_BYTES);
     copy_commit();
   }
 

@@ -151,6 +151,8 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   const int key_head = blockIdx.x / value_shares / groups;
   const int first_head = (key_head * groups + group) * heads_per_cta;
 
+  wait_for_launch_before();
+  written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
   const int slot = slots[request];
   if (slot < 0) return;
 

@@ -390,7 +390,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   u8* own_stage = memory + STAGES_AT + warp * STAGE_BYTES;
   Small& small = *(Small*)(memory + SMALL_AT);
 
-  // ---- first wave of loads: cursors, gates, keys and queries ----
+  // ---- first wave of loads: cursors, masks ----
   const u32 record_base = request * record_rows, first_token = request * rows;
   const int slot = slots[request];
   int length = 0, log_record = 0;
@@ -408,26 +408,14 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     mask = (mask_t)masks[(u32)request * mask_pitch + my_row];
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-      if (head_of(i) < HEADS) {
-        const int value_head = first_head + head_of(i);
-        const u32 index = (first_token + my_row) * value_heads + value_head;
-        my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
-        my_A[i] = A_log[value_head], my_bias[i] = dt_bias[value_head];
-      }
+      if (head_of(i) < HEADS) my_A[i] = A_log[first_head + head_of(i)], my_bias[i] = dt_bias[first_head + head_of(i)];
   }
   const int chunk = tid % CHUNKS;
   const u32 of_key = key_head * DIM * 2 + chunk * 16;
-  auto copy_keys = [&](u32 to, const u16* x, u32 pitch) {
-    int row = tid / CHUNKS;
-    to += chunk * KEY_PITCH + row * 16;
-    u32 from = (first_token + row) * pitch + of_key;
-#pragma unroll
-    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++, row += ROWS_AT_ONCE, from += ROWS_AT_ONCE * pitch)
-      copy_async16_or_zero(to + i * ROWS_AT_ONCE * 16, (const u8*)x + from, row < rows);
-  };
-  copy_keys(keys, k, 2 * k_pitch);
-  copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
-  if (slot < 0) return;
+  if (slot < 0) {
+    wait_for_launch_before();
+    return;
+  }
 
   // ---- second wave: rows of the log, the first tile ----
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
@@ -451,14 +439,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         log_g[i] = g_records[(record_base + log_record) * value_heads + first_head + head_of(i)];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
   }
-  copy_commit();
   copy_tile(stage, tile, lane);
-  copy_commit();
-  {
-    constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
-    for (int x = tid; x < rows * LINES; x += THREADS)
-      prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
-  }
   if (LOG_BLOCKS && length > 0) {
     constexpr int LINES = HEADS * DIM * (int)sizeof(log_t) / 128;
 #pragma unroll
@@ -470,6 +451,34 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     const int first = __shfl_sync(0xffffffffu, log_record, 0);
     if (tid < LOG_ROWS) small.log_record[tid] = tid < length ? log_record : first;
+  }
+
+  // ---- third wave, what the launch before may have written: keys, queries, gates, v ----
+  wait_for_launch_before();
+  written_before(a), written_before(b), written_before(v);
+  if (is_tree) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+      if (head_of(i) < HEADS) {
+        const u32 index = (first_token + my_row) * value_heads + first_head + head_of(i);
+        my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
+      }
+  }
+  auto copy_keys = [&](u32 to, const u16* x, u32 pitch) {
+    int row = tid / CHUNKS;
+    to += chunk * KEY_PITCH + row * 16;
+    u32 from = (first_token + row) * pitch + of_key;
+#pragma unroll
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++, row += ROWS_AT_ONCE, from += ROWS_AT_ONCE * pitch)
+      copy_async16_or_zero(to + i * ROWS_AT_ONCE * 16, (const u8*)x + from, row < rows);
+  };
+  copy_keys(keys, k, 2 * k_pitch);
+  copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
+  copy_commit();
+  {
+    constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
+    for (int x = tid; x < rows * LINES; x += THREADS)
+      prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
   }
 
   // ---- gates; when the keys are there, norms and the decays along the paths ----
@@ -484,7 +493,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
     if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
   }
-  copy_wait<1>();
+  copy_wait_all();
   publish_to_products();
   __syncthreads();
   {
