@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels_cupy.arrays import bf16_operand, gate_operands, row_pitch
 from kernels_cupy.choice import plan_here
-from kernels_cupy.compiler import kernel, load_cupy, shared_bytes_per_cta
+from kernels_cupy.compiler import kernel, load_cupy, multiprocessors, shared_bytes_per_cta
 from kernels_cupy.launch import Launch
 from kernels_cupy.plans import Problem, VerifyPlan
 from lab.errors import UsageError
@@ -111,7 +111,8 @@ class Verification:
             *map(np.int32, plan.arguments + limits), np.float32(norm_eps),
         )  # fmt: skip
         run = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
-        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.shared_bytes)
+        early = None if plan.resident_ctas is None else plan.resident_ctas * multiprocessors()
+        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.shared_bytes, early)
 
     def __call__(self, chained: bool = False) -> None:
         self._launch(chained)

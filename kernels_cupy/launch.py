@@ -18,12 +18,18 @@ class Launch:
 
     `chained` lets it start while the launch before it in the stream still runs (programmatic dependent launch): until
     that one has ended, it reads only what is older, such as its states and its log. The launch before must not write
-    those, and the kernel must wait for it (`wait_for_launch_before` in common.cuh).
+    those, and the kernel must wait for it (`wait_for_launch_before` in common.cuh). `early_ctas`, if given, is how many
+    CTAs run at a time: the kernel's last argument, 0 where the launch is not chained.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0,
+        early_ctas: int | None = None,
+    ) -> None:  # fmt: skip
         self._kernel, self._grid, self._threads, self._shared_bytes = kernel, grid, threads, shared_bytes
-        self._arguments = arguments  # keeps the memory behind the pointers alive
+        self._arguments, self._chained_arguments = arguments, arguments  # keep the memory behind the pointers alive
+        if early_ctas is not None:
+            self._arguments, self._chained_arguments = (*arguments, np.int32(0)), (*arguments, np.int32(early_ctas))
         self._values: list[Any] = []
         self._config: Any = None
 
@@ -33,7 +39,7 @@ class Launch:
             return
         driver = _driver()
         if self._config is None:
-            self._values = [_value(x) for x in self._arguments]
+            self._values = [_value(x) for x in self._chained_arguments]
             self._pointers = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
             self._config = _chained_config(driver, self._grid, self._threads, self._shared_bytes)
         self._config.hStream = load_cupy().cuda.get_current_stream().ptr

@@ -81,6 +81,11 @@ class VerifyPlan(ABC):
     @abstractmethod
     def ctas_per_request(self) -> int: ...
 
+    @property
+    def resident_ctas(self) -> int | None:
+        """CTAs that a multiprocessor runs at a time, if the kernel wants to know."""
+        return None
+
     def grid(self, batch: int) -> tuple[int, ...]:
         """CTAs of the launch."""
         return self.ctas_per_request, batch
@@ -209,7 +214,7 @@ class StreamPlan(VerifyPlan):
         return {
             "GROUPS": self.groups, "LOG_BLOCKS": problem.log_blocks, "DIM": problem.heads.key_dim,
             "STATE_BF16": int(problem.state_bytes == 2), "LOG_BF16": int(problem.log_bf16),
-            "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": max(self.resident_warps // self.warps, 1),
+            "WARPS": self.warps, "STAGES": self.stages, "MIN_CTAS": self.resident_ctas,
             **({"HALVED": 1} if self.halved else {}),
         }  # fmt: skip
 
@@ -256,6 +261,10 @@ class StreamPlan(VerifyPlan):
         return cuts and (not self.halved or (tiles % 2 == 0 and whole(tiles // 2)))
 
     @property
+    def resident_ctas(self) -> int:
+        return max(self.resident_warps // self.warps, 1)
+
+    @property
     def fits(self) -> bool:
         """Whether a multiprocessor has the shared memory for as many warps as the registers are divided among."""
         return 228 * 1024 // (self.shared_bytes + 1024) >= self.macros["MIN_CTAS"]
@@ -288,6 +297,8 @@ STREAM_CUTS = (
     (2, 4, 1, 16), (2, 4, 1, 12), (2, 2, 1, 16), (4, 2, 1, 16), (4, 2, 1, 12), (4, 1, 1, 16), (4, 1, 1, 12),
     (2, 1, 1, 12), (8, 1, 1, 8), (4, 4, 1, 20, 512), (4, 4, 1, 16, 512), (4, 4, 1, 16, 256), (4, 4, 2, 16, 512),
     (4, 4, 1, 12, 512), (4, 4, 1, 24), (4, 4, 1, 24, 512), (4, 4, 1, 24, 256),
+    (2, 4, 1, 20), (2, 4, 1, 24), (4, 2, 1, 20), (4, 2, 1, 24), (3, 8, 1, 24), (2, 4, 1, 24, 512), (2, 4, 1, 16, 512), (1, 8, 1, 16),
+
 )  # fmt: skip
 
 

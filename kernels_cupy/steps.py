@@ -265,11 +265,10 @@ def _one_way(plan: VerifyPlan | None) -> None:
     raise UsageError("a serial method has one way to run; no plan fits it")
 
 
-import os
 def launch_all(launches: list[Any]) -> None:
     """A pass over the layers: each launch but the first is chained to the one of the layer before."""
     for layer, launch in enumerate(launches):
-        launch(chained=layer > 0 and os.environ.get("CHAIN") == "1")
+        launch(chained=layer > 0)
 
 
 def accepted_rows(shape: Shape) -> NDArray[np.int32]:

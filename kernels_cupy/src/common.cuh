@@ -136,7 +136,11 @@ DEVICE void wait_for_launch_before() {
 }
 // A pointer to what the launch before may have written: loads through it stay behind the wait.
 template <typename T>
-DEVICE void written_before(T& pointer) { asm volatile("" : "+l"(pointer) : : "memory"); }
+DEVICE void written_before(T& pointer) {
+  u64 global = __cvta_generic_to_global(pointer);
+  asm volatile("" : "+l"(global) : : "memory");
+  pointer = (T)__cvta_global_to_generic(global);
+}
 
 // ---- the order of keys in shared memory ----
 

@@ -163,7 +163,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
               int mask_pitch, state_t* state, const int* __restrict__ slots, log_t* u_records, u16* k_records,
               float* g_records, int record_rows, const int* __restrict__ log_length, const int* __restrict__ row_list,
               u16* __restrict__ output, int rows, int key_heads, int value_heads, int group, int tiles_per_warp,
-              int halved, int capacity, int reserve, float norm_eps) {
+              int halved, int capacity, int reserve, float norm_eps, int early_ctas) {
   const int key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
 #if HALVED
   int request = blockIdx.z, share = blockIdx.x;
@@ -202,8 +202,36 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     mask = (u32)masks[(i64)request * mask_pitch + row];
     gates.A_log = A_log[value_head], gates.dt_bias = dt_bias[value_head];
   }
-  if (slot < 0) {
+  constexpr int LANES = DIM / 8, ROWS_AT_ONCE = THREADS / LANES;
+  constexpr int PASSES = (2 * ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  constexpr int LOG_PASSES = (LOG_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  const int piece = tid % LANES;
+  uint4 words[PASSES], log_words[LOG_PASSES];
+  // What the launch before may have written: gates, keys and queries; a thread has one kind of them.
+  static_assert(ROWS_AT_ONCE % 2 == 0, "a thread's columns are all keys or all queries");
+  const bool takes_query = tid / LANES & 1;
+  const int my_pitch = 2 * (takes_query ? q_pitch : k_pitch), first_mine = tid / LANES / 2;
+  const u32 mine_from = (first_token + first_mine) * (u32)my_pitch + (key_head * DIM + piece * 8) * 2;
+  const u32 gates_from = (first_token + row) * value_heads + value_head;
+  auto load_rows = [&] {
     wait_for_launch_before();
+    const u8* mine = (const u8*)(takes_query ? q : k);
+    written_before(mine), written_before(v), written_before(a), written_before(b);
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+      const int r = first_mine + i * (ROWS_AT_ONCE / 2);
+      words[i] = make_uint4(0, 0, 0, 0);
+      if (r < rows) words[i] = *(const uint4*)(mine + (mine_from + i * (ROWS_AT_ONCE / 2) * my_pitch));
+    }
+    if (is_tree && (of_tree || of_log))
+      gates.a = load_gate(a, gates_from, gates_bf16), gates.b = load_gate(b, gates_from, gates_bf16);
+  };
+  // CTAs that start beside the launch before ask for the state first; the others, in the second wave of this launch, have
+  // nothing to wait for.
+  const bool early = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) < early_ctas;
+  if (!early) load_rows();
+  if (slot < 0) {
+    if (early) wait_for_launch_before();
     return;
   }
 
@@ -211,11 +239,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
   const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
   const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
-  constexpr int LANES = DIM / 8, ROWS_AT_ONCE = THREADS / LANES;
-  constexpr int PASSES = (2 * ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  constexpr int LOG_PASSES = (LOG_ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  const int piece = tid % LANES;
-  uint4 words[PASSES], log_words[LOG_PASSES];
   if (LOG_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
@@ -278,21 +301,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   for (int i = 0; i < STAGES; i++)
     if (i < tiles_per_warp) copy_u(first_side + i * SIDE_BYTES);
 
-  // ---- what the launch before may have written: keys, queries, gates, v ----
-  wait_for_launch_before();
-  written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
-#pragma unroll
-  for (int i = 0; i < PASSES; i++) {
-    const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
-    words[i] = make_uint4(0, 0, 0, 0);
-    if (r < rows && column < 2 * ROWS)
-      words[i] = *(const uint4*)((column & 1 ? q + (i64)(first_token + r) * q_pitch : k + (i64)(first_token + r) * k_pitch) +
-                                 key_head * DIM + piece * 8);
-  }
-  if (is_tree && (of_tree || of_log)) {
-    const int index = (first_token + row) * value_heads + value_head;
-    gates.a = load_gate(a, index, gates_bf16), gates.b = load_gate(b, index, gates_bf16);
-  }
+  if (early) load_rows();
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {
     if (i < tiles_per_warp) copy_v(first_side + i * SIDE_BYTES);

@@ -152,7 +152,7 @@ class CudaBackend:
     def layers(self, shape: Shape) -> int:
         """Layers that a pass goes over, so that it finds none of them in the L2 cache."""
         cache_bytes = load_cupy().cuda.Device().attributes["L2CacheSize"]
-        return min(max(int(-(-CACHE_COVER * cache_bytes // shape.layer_bytes())), int(os.environ.get("MINL", "1"))), MAX_LAYERS)
+        return min(max(int(-(-CACHE_COVER * cache_bytes // shape.layer_bytes())), 8), MAX_LAYERS)
 
 
 def shape_of(point: Point) -> Shape:
