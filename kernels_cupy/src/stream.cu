@@ -412,22 +412,35 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
       return (const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15));
     };
+    auto copy_next = [&] {  // when every lane has read the stage
+      __syncwarp();
+      if (n + STAGES < tiles_per_warp) {
+        copy_tile(first_stage + stage, tile + STAGES * 16 * DIM, lane);
+        if (STAGES == 1) copy_rows(first_side + (SIDE_BYTES - side_place));
+      }
+      if (STAGES == 1) copy_commit();
+    };
     if (!flush) {
+#if STATE_BF16
+      u32 x[K_STEPS][4];  // the whole tile, so that the next can be asked for at once
+#pragma unroll
+      for (int j = 0; j < K_STEPS; j++) load_matrix4(x[j], first_stage + stage + (matrix ^ (32 * j)));
+      copy_next();
+#pragma unroll
+      for (int j = 0; j < K_STEPS; j++) multiply(x[j], x[j], j, j % 2);
+#else
 #pragma unroll
       for (int j = 0; j < K_STEPS; j++) {
         u32 hi[4], lo[4];
-#if STATE_BF16
-        load_matrix4(hi, first_stage + stage + (matrix ^ (32 * j)));
-        multiply(hi, hi, j, j % 2);
-#else
         const uint4 x = pieces[64 * j], y = pieces[64 * j + 32];
         split2(__uint_as_float(x.x), __uint_as_float(x.y), hi[0], lo[0]);
         split2(__uint_as_float(y.x), __uint_as_float(y.y), hi[1], lo[1]);
         split2(__uint_as_float(x.z), __uint_as_float(x.w), hi[2], lo[2]);
         split2(__uint_as_float(y.z), __uint_as_float(y.w), hi[3], lo[3]);
         multiply(hi, lo, j, j % 2);
-#endif
       }
+      copy_next();
+#endif
     } else {
 #if LOG_BLOCKS
       // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
@@ -494,14 +507,9 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       for (int i = 0; i < PIECES; i++)
         *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
 #endif
+      copy_next();
 #endif
     }
-    __syncwarp();  // every lane has read the stage
-    if (n + STAGES < tiles_per_warp) {
-      copy_tile(first_stage + stage, tile + STAGES * 16 * DIM, lane);
-      if (STAGES == 1) copy_rows(first_side + (SIDE_BYTES - side_place));
-    }
-    if (STAGES == 1) copy_commit();
     tile += 16 * DIM;
     if (STAGES > 1) stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
     if (n == 0) {
