@@ -73,6 +73,10 @@ class WidePlan(VerifyPlan):
         return self.problem.heads.value_heads * self.value_shares // self.heads_per_cta
 
     @property
+    def resident_ctas(self) -> int:
+        return self.resident
+
+    @property
     def cut(self) -> tuple[int, ...]:
         return ()
 

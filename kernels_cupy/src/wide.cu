@@ -378,7 +378,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
             const float* __restrict__ A_log, const float* __restrict__ dt_bias, const u64* __restrict__ masks,
             int mask_pitch, state_t* state, const int* __restrict__ slots, log_t* u_records, u16* k_records,
             float* g_records, int record_rows, const int* __restrict__ log_length, const int* __restrict__ row_list,
-            u16* __restrict__ output, int rows, int key_heads, int value_heads, int capacity, int reserve, float norm_eps) {
+            u16* __restrict__ output, int rows, int key_heads, int value_heads, int capacity, int reserve, float norm_eps,
+            int early_ctas) {
   const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int g = lane >> 2, t = lane & 3;
   const int share = blockIdx.x % SHARES;
@@ -410,10 +411,36 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     for (int i = 0; i < ITEMS; i++)
       if (head_of(i) < HEADS) my_A[i] = A_log[first_head + head_of(i)], my_bias[i] = dt_bias[first_head + head_of(i)];
   }
+  // What the launch before may have written: keys, queries, gates.
   const int chunk = tid % CHUNKS;
   const u32 of_key = key_head * DIM * 2 + chunk * 16;
-  if (slot < 0) {
+  auto copy_keys = [&](u32 to, const u16* x, u32 pitch) {
+    int row = tid / CHUNKS;
+    to += chunk * KEY_PITCH + row * 16;
+    u32 from = (first_token + row) * pitch + of_key;
+#pragma unroll
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++, row += ROWS_AT_ONCE, from += ROWS_AT_ONCE * pitch)
+      copy_async16_or_zero(to + i * ROWS_AT_ONCE * 16, (const u8*)x + from, row < rows);
+  };
+  auto load_rows = [&] {
     wait_for_launch_before();
+    written_before(a), written_before(b), written_before(v);
+    copy_keys(keys, k, 2 * k_pitch);
+    copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
+    if (is_tree) {
+#pragma unroll
+      for (int i = 0; i < ITEMS; i++)
+        if (head_of(i) < HEADS) {
+          const u32 index = (first_token + my_row) * value_heads + first_head + head_of(i);
+          my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
+        }
+    }
+  };
+  // CTAs that start beside the launch before ask for the state first; the others have nothing to wait for.
+  const bool early = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) < early_ctas;
+  if (!early) load_rows();
+  if (slot < 0) {
+    if (early) wait_for_launch_before();
     return;
   }
 
@@ -439,6 +466,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         log_g[i] = g_records[(record_base + log_record) * value_heads + first_head + head_of(i)];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
   }
+  if (!early) copy_commit();
   copy_tile(stage, tile, lane);
   if (LOG_BLOCKS && length > 0) {
     constexpr int LINES = HEADS * DIM * (int)sizeof(log_t) / 128;
@@ -453,27 +481,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     if (tid < LOG_ROWS) small.log_record[tid] = tid < length ? log_record : first;
   }
 
-  // ---- third wave, what the launch before may have written: keys, queries, gates, v ----
-  wait_for_launch_before();
-  written_before(a), written_before(b), written_before(v);
-  if (is_tree) {
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-      if (head_of(i) < HEADS) {
-        const u32 index = (first_token + my_row) * value_heads + first_head + head_of(i);
-        my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
-      }
-  }
-  auto copy_keys = [&](u32 to, const u16* x, u32 pitch) {
-    int row = tid / CHUNKS;
-    to += chunk * KEY_PITCH + row * 16;
-    u32 from = (first_token + row) * pitch + of_key;
-#pragma unroll
-    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++, row += ROWS_AT_ONCE, from += ROWS_AT_ONCE * pitch)
-      copy_async16_or_zero(to + i * ROWS_AT_ONCE * 16, (const u8*)x + from, row < rows);
-  };
-  copy_keys(keys, k, 2 * k_pitch);
-  copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
+  // ---- third wave of the early ----
+  if (early) load_rows();
   copy_commit();
   {
     constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
@@ -493,7 +502,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
     if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
   }
-  copy_wait_all();
+  if (early) copy_wait_all();
+  else copy_wait<1>();  // the tile may come later
   publish_to_products();
   __syncthreads();
   {
