@@ -116,6 +116,29 @@ DEVICE int b_block_offset(int lane, int pitch) { return ((lane & 7) + (lane >> 4
 DEVICE void copy_async16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
+// A piece of a state: the first to leave the L2 cache, for it is not read again before everything else of the model.
+DEVICE void copy_state16(u32 shared, const void* global) {
+#ifdef TRY_FIRST
+  asm volatile(
+      "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, policy;}" ::"r"(shared), "l"(global) : "memory");
+#else
+  copy_async16(shared, global);
+#endif
+}
+// A cursor of a request: all launches of a step read it, and between two of them hundreds of MiB pass the L2 cache, where
+// it is to stay.
+DEVICE int load_cursor(const int* cursor) {
+  int x;
+#ifdef TRY_LAST
+  asm volatile(
+      "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
+      "ld.global.L2::cache_hint.b32 %0, [%1], policy;}" : "=r"(x) : "l"(cursor));
+#else
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(cursor));
+#endif
+  return x;
+}
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

@@ -176,22 +176,32 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
   const u32 record_base = request * record_rows, first_token = request * ROWS;
 
   // ---- loads that need no other ----
-  const int slot = load4(slots + request);
-  int length = LOG_BLOCKS ? load4(log_length + request) : 0;
+  const int slot = load_cursor(slots + request);
+  int length = LOG_BLOCKS ? load_cursor(log_length + request) : 0;
   // The first rows of the row list are those of the log, the next those of the tree.
   const u32 entry = record_base + min(lane, record_rows - 1);
-  const int listed = LOG_BLOCKS ? load4(row_list + entry) : lane;
+  const int listed = LOG_BLOCKS ? load_cursor(row_list + entry) : lane;
   float stored_decay = 0.f;  // of record row `lane`, in the log or not: a request has no more than 20
   // Beyond the log's length another warp may be writing what is read here; it is not used then.
   if (LOG_BLOCKS) stored_decay = __uint_as_float(load4(g_records + (entry * value_heads + value_head)));
   const u32 A_bits = load4(A_log + value_head), bias_bits = load4(dt_bias + value_head);
   const u32 my_mask = ROWS > 1 ? load4(masks + (u32)(request * mask_pitch + my_row)) : 1;
 
-  // ---- keys of the log, the first tile, its u of the log ----
+  // ---- the first tile, keys of the log, u of the log for the tile ----
   // A request of padding loads no state and stores nothing.
   const bool live = slot >= 0;
   if (LOG_BLOCKS) length = live ? min(length, LOG_ROWS) : 0;
   const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
+  state_t* tile = state + (((i64)slot * value_heads + value_head) * DIM + first_row) * DIM + piece;
+  u32 words[CLASSES][QUARTER][4];
+  auto load_tile = [&]() {
+    if (!live) return;
+#pragma unroll
+    for (int c = 0; c < CLASSES; c++)
+#pragma unroll
+      for (int i = 0; i < QUARTER; i++) load_state(words[c][i], tile + (quarter ^ c) * QUARTER * DIM + i * DIM);
+  };
+  load_tile();
   constexpr int PASSES = LOG_ROWS > WARPS * ROWS_AT_ONCE ? LOG_ROWS / (WARPS * ROWS_AT_ONCE) : 1;
   u32 log_words[PASSES][WORDS] = {};
   auto log_row = [&](int pass) { return (pass * WARPS + warp) * ROWS_AT_ONCE + lane / LANES_OF_ROW; };
@@ -203,16 +213,6 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
         load_words(log_words[i], k_records + (((record_base + source) * key_heads + key_head) * DIM + piece));
     }
   }
-  state_t* tile = state + (((i64)slot * value_heads + value_head) * DIM + first_row) * DIM + piece;
-  u32 words[CLASSES][QUARTER][4];
-  auto load_tile = [&]() {
-    if (!live) return;
-#pragma unroll
-    for (int c = 0; c < CLASSES; c++)
-#pragma unroll
-      for (int i = 0; i < QUARTER; i++) load_state(words[c][i], tile + (quarter ^ c) * QUARTER * DIM + i * DIM);
-  };
-  load_tile();
   u32 u_words[LOG_OF_LANE][LOG_CLASSES][U_WORDS] = {};
   const log_t* u_from[LOG_OF_LANE];
   if (LOG_BLOCKS) {

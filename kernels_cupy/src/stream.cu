@@ -119,7 +119,7 @@ DEVICE int u_place(int r, int p) { return r * U_PITCH + ((LOG_BF16 ? p : p ^ (r 
 
 DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) copy_async16(stage + place_in_stage(i, lane), tile + place_in_tile(i, lane));
+  for (int i = 0; i < PIECES; i++) copy_state16(stage + place_in_stage(i, lane), tile + place_in_tile(i, lane));
 }
 
 // Eight columns of a key row, to shared memory: in their own order for a bf16 state.
@@ -190,11 +190,11 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   const bool of_tree = turn == 0, of_log = LOG_BLOCKS && turn == tiles_per_warp % TILES_PER_HEAD;
 
   // ---- loads that need no other ----
-  const int slot = slots[request];
+  const int slot = load_cursor(slots + request);
   int length = 0, listed = lane;  // the first rows of the row list are those of the log, the next those of the tree
   if (LOG_BLOCKS) {
-    length = min(log_length[request], LOG_ROWS);
-    if (lane < record_rows) listed = row_list[record_base + lane];
+    length = min(load_cursor(log_length + request), LOG_ROWS);
+    if (lane < record_rows) listed = load_cursor(row_list + record_base + lane);
   }
   u32 mask = 0;
   Gates gates{};
@@ -235,22 +235,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     return;
   }
 
-  // ---- keys and gates of the log; the first tiles and their u ----
-  const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
-  const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
-  const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
-  if (LOG_BLOCKS) {
-#pragma unroll
-    for (int i = 0; i < LOG_PASSES; i++) {
-      const int r = tid / LANES + i * ROWS_AT_ONCE;
-      const int source = shuffle(listed, r & LOG_ROWS - 1);
-      log_words[i] = make_uint4(0, 0, 0, 0);
-      if (r < length)
-        log_words[i] = *(const uint4*)(k_records + ((record_base + source) * key_heads + key_head) * DIM + piece * 8);
-    }
-    if (lane < length && (of_tree || of_log || flush))
-      gates.log_decay = g_records[(record_base + listed) * value_heads + value_head];
-  }
+  // ---- the first tiles ----
   extern __shared__ __align__(128) u8 memory[];
   u8* stages = memory + warp * WARP_BYTES;
   u8* sides = stages + STAGES * STAGE_BYTES;
@@ -267,6 +252,23 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
     if (i < tiles_per_warp) copy_tile(first_stage + i * STAGE_BYTES, tile + i * 16 * DIM, lane);
+
+  // ---- keys and gates of the log, u of the first tiles ----
+  const bool flush = LOG_BLOCKS && length > 0 && length + reserve > capacity;
+  const bool sees_log = LOG_BLOCKS && length > 0 && !flush;
+  const int tree_record = shuffle(listed, length + row & 31);  // of a tree row's lane
+  if (LOG_BLOCKS) {
+#pragma unroll
+    for (int i = 0; i < LOG_PASSES; i++) {
+      const int r = tid / LANES + i * ROWS_AT_ONCE;
+      const int source = shuffle(listed, r & LOG_ROWS - 1);
+      log_words[i] = make_uint4(0, 0, 0, 0);
+      if (r < length)
+        log_words[i] = *(const uint4*)(k_records + ((record_base + source) * key_heads + key_head) * DIM + piece * 8);
+    }
+    if (lane < length && (of_tree || of_log || flush))
+      gates.log_decay = g_records[(record_base + listed) * value_heads + value_head];
+  }
   // Where the next copy of v and u comes from: bytes from the start of an array; the host checks that 32 bits hold them.
   // Rows that are not there stand for the last (the first of the log): their factors are zero.
   const u32 record_bytes = value_heads * DIM * (u32)sizeof(log_t);  // u of one row

@@ -217,7 +217,7 @@ DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
     const int row = (32 * i + lane) / PIECES, piece = (32 * i + lane) % PIECES;
     const int place = STATE_BF16 ? ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16
                                  : row * ROW_BYTES + (piece ^ (row >> 1 & 3) << 1) * 16;
-    copy_async16(stage + place, (const u8*)(tile + row * DIM) + piece * 16);
+    copy_state16(stage + place, (const u8*)(tile + row * DIM) + piece * 16);
   }
 }
 
@@ -393,11 +393,11 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 
   // ---- first wave of loads: cursors, masks ----
   const u32 record_base = request * record_rows, first_token = request * rows;
-  const int slot = slots[request];
+  const int slot = load_cursor(slots + request);
   int length = 0, log_record = 0;
   if (LOG_BLOCKS) {
-    length = min(log_length[request], LOG_ROWS);
-    if (lane < min(record_rows, LOG_ROWS)) log_record = row_list[record_base + lane];
+    length = min(load_cursor(log_length + request), LOG_ROWS);
+    if (lane < min(record_rows, LOG_ROWS)) log_record = load_cursor(row_list + record_base + lane);
   }
   auto head_of = [&](int item) { return (tid + item * THREADS) / PLACES; };  // counted from the CTA's first
   const int my_row = tid % PLACES - LOG_ROWS;                                // the same of all items
@@ -451,6 +451,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   const u32 key_bytes = key_heads * DIM * 2;
   u32 value = first_head * DIM + share * (DIM / SHARES) + warp * 16;  // this warp's first value row, of all heads
   state_t* tile = state + ((i64)slot * value_heads * DIM + value) * DIM;
+  copy_tile(stage, tile, lane);
   int tree_record = my_row;
   float log_g[ITEMS] = {};
   if (LOG_BLOCKS) {
@@ -466,8 +467,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         log_g[i] = g_records[(record_base + log_record) * value_heads + first_head + head_of(i)];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
   }
-  if (!early) copy_commit();
-  copy_tile(stage, tile, lane);
   if (LOG_BLOCKS && length > 0) {
     constexpr int LINES = HEADS * DIM * (int)sizeof(log_t) / 128;
 #pragma unroll
@@ -483,14 +482,13 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 
   // ---- third wave of the early ----
   if (early) load_rows();
-  copy_commit();
   {
     constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
     for (int x = tid; x < rows * LINES; x += THREADS)
       prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
   }
 
-  // ---- gates; when the keys are there, norms and the decays along the paths ----
+  // ---- gates and the decays along the paths ----
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     if (my_row >= ROWS || head_of(i) >= HEADS) continue;
@@ -502,23 +500,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
     if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
   }
-  if (early) copy_wait_all();
-  else copy_wait<1>();  // the tile may come later
-  publish_to_products();
   __syncthreads();
-  {
-    constexpr int SHARERS = THREADS / COLUMNS;  // threads of a row
-    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
-    const float factor = r < ROWS ? 1.f : DIM == 128 ? 0.08838834764831845f : 0.125f;
-    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + part * KEY_PITCH + r * 16, KEY_PITCH));
-    if (tid % SHARERS == 0) small.scale[r] = factor * rsqrtf(norm + norm_eps);
-  }
-  if (LOG_BLOCKS) {
-    constexpr int SHARERS = THREADS / 16;
-    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
-    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + LOG_AT + part * LOG_PITCH + r * 16, LOG_PITCH));
-    if (tid % SHARERS == 0) small.scale[COLUMNS + r] = rsqrtf(norm + norm_eps);
-  }
   auto rows_of = [&](int item) -> HeadRows& { return small.head[head_of(item) < HEADS ? head_of(item) : 0]; };
   double G[ITEMS];
 #pragma unroll
@@ -551,6 +533,24 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     const double scaled = 1.4426950408889634 * G[i];  // for powers of two
     const float first = (float)scaled;
     rows_of(i).G[16 - LOG_ROWS + tid % PLACES] = make_float2(first, (float)(scaled - first));
+  }
+
+  // ---- norms, when the keys are there ----
+  copy_wait_all();
+  publish_to_products();
+  __syncthreads();
+  {
+    constexpr int SHARERS = THREADS / COLUMNS;  // threads of a row
+    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
+    const float factor = r < ROWS ? 1.f : DIM == 128 ? 0.08838834764831845f : 0.125f;
+    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + part * KEY_PITCH + r * 16, KEY_PITCH));
+    if (tid % SHARERS == 0) small.scale[r] = factor * rsqrtf(norm + norm_eps);
+  }
+  if (LOG_BLOCKS) {
+    constexpr int SHARERS = THREADS / 16;
+    const int r = tid / SHARERS, part = tid % SHARERS * (CHUNKS / SHARERS);
+    const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + LOG_AT + part * LOG_PITCH + r * 16, LOG_PITCH));
+    if (tid % SHARERS == 0) small.scale[COLUMNS + r] = rsqrtf(norm + norm_eps);
   }
   __syncthreads();
 #pragma unroll
