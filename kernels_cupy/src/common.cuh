@@ -118,7 +118,7 @@ DEVICE void copy_async16(u32 shared, const void* global) {
 }
 // A piece of a state: the first to leave the L2 cache, for it is not read again before everything else of the model.
 DEVICE void copy_state16(u32 shared, const void* global) {
-#ifdef TRY_FIRST
+#ifdef STATE_LEAVES_FIRST
   asm volatile(
       "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, policy;}" ::"r"(shared), "l"(global) : "memory");
@@ -130,13 +130,9 @@ DEVICE void copy_state16(u32 shared, const void* global) {
 // it is to stay.
 DEVICE int load_cursor(const int* cursor) {
   int x;
-#ifdef TRY_LAST
   asm volatile(
       "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
       "ld.global.L2::cache_hint.b32 %0, [%1], policy;}" : "=r"(x) : "l"(cursor));
-#else
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(cursor));
-#endif
   return x;
 }
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
@@ -154,6 +150,10 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

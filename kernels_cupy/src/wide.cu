@@ -34,6 +34,7 @@
 // of their lives; what bounds them is latency, not tensor cores.
 // Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the
 // rest.
+#define STATE_LEAVES_FIRST
 #include "common.cuh"
 
 #ifndef ROWS  // tree rows: 16, 32 or 64
@@ -424,6 +425,9 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   };
   auto load_rows = [&] {
     wait_for_launch_before();
+#if TRIGGER == 0
+    let_next_launch_start();
+#endif
     written_before(a), written_before(b), written_before(v);
     copy_keys(keys, k, 2 * k_pitch);
     copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
@@ -482,11 +486,13 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 
   // ---- third wave of the early ----
   if (early) load_rows();
+#ifndef NO_PREFETCH
   {
     constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
     for (int x = tid; x < rows * LINES; x += THREADS)
       prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
   }
+#endif
 
   // ---- gates and the decays along the paths ----
 #pragma unroll
@@ -562,6 +568,9 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       head.out[my_row] = from_base * small.scale[ROWS + my_row];
     }
 
+#if TRIGGER == 1
+  let_next_launch_start();
+#endif
   // ---- tiles of 64 value rows ----
 #pragma unroll 1
   for (int n = 0; n < HEADS * TILES; n++) {
@@ -841,6 +850,9 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       });
       publish_to_products();
       __syncthreads();
+#if TRIGGER == 2
+      if (n == 0) let_next_launch_start();
+#endif
     }
 
     if (LATE && first_of_head) {
