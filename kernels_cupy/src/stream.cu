@@ -428,15 +428,73 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
       if (STAGES == 1) copy_commit();
     };
-    if (!flush) {
+#if LOG_BLOCKS
+    u32 part[LOG_BLOCKS][3][4];  // of a fold: weighted u of the log
+    auto weigh_log = [&] {
+#pragma unroll
+      for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
+        u32(&to)[3][4] = part[i / 2];
+        const int c = 2 * (i & 1);
+        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = load_u(logged(2 * i)), y = load_u(logged(2 * i + 1));
+        if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
+        split(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
+        split(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
+      }
+    };
+    const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
+#endif
 #if STATE_BF16
-      u32 x[K_STEPS][4];  // the whole tile, so that the next can be asked for at once
+#if LOG_BLOCKS
+    if (flush) {
+      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
+      weigh_log();
+      const float all = fold[LOG_ROWS];
+#pragma unroll 4
+      for (int pair = 0; pair < K_STEPS; pair += 2) {
+        u32 S[2][4], y[2][LOG_BLOCKS][4];  // of the tile; keys of the log
+        float left[2][4] = {}, right[2][4] = {};
 #pragma unroll
-      for (int j = 0; j < K_STEPS; j++) load_matrix4(x[j], first_stage + stage + (matrix ^ (32 * j)));
-      copy_next();
+        for (int odd = 0; odd < 2; odd++) {
+          const int j = pair + odd;
 #pragma unroll
-      for (int j = 0; j < K_STEPS; j++) multiply(x[j], x[j], j, j % 2);
+          for (int block = 0; block < LOG_BLOCKS; block++)
+            load_matrix4_transposed(y[odd][block], fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+          load_matrix4(S[odd], first_stage + stage + (matrix ^ (32 * j)));
+        }
+        __syncwarp();  // every lane has read what is overwritten now
+#pragma unroll
+        for (int block = 0; block < LOG_BLOCKS; block++)
+#pragma unroll
+          for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+              mma(left[odd], part[block][p], y[odd][block][0], y[odd][block][1]);
+              mma(right[odd], part[block][p], y[odd][block][2], y[odd][block][3]);
+            }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const u32 two = S[odd][i];  // keys of value row 2 g (i even) or 2 g + 1
+            const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
+            *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + ((2 * (pair + odd) + (i >> 1) ^ g) << 4) + 4 * t) =
+                pack_bf16(fmaf(all, low_half(two), more[0]), fmaf(all, high_half(two), more[1]));
+          }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < PIECES; i++)
+        *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
+    }
+#endif
+    u32 S[K_STEPS][4];  // the whole tile, so that the next can be asked for before it is multiplied
+#pragma unroll
+    for (int j = 0; j < K_STEPS; j++) load_matrix4(S[j], first_stage + stage + (matrix ^ (32 * j)));
+    copy_next();
+#pragma unroll
+    for (int j = 0; j < K_STEPS; j++) multiply(S[j], S[j], j, j % 2);
 #else
+    if (!flush) {
 #pragma unroll
       for (int j = 0; j < K_STEPS; j++) {
         u32 hi[4], lo[4];
@@ -447,38 +505,19 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
         split2(__uint_as_float(y.z), __uint_as_float(y.w), hi[3], lo[3]);
         multiply(hi, lo, j, j % 2);
       }
-      copy_next();
-#endif
     } else {
 #if LOG_BLOCKS
-      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
-      u32 part[LOG_BLOCKS][3][4];
+      weigh_log();
       const float all = fold[LOG_ROWS];
-#pragma unroll
-      for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
-        u32(&to)[3][4] = part[i / 2];
-        const int c = 2 * (i & 1);
-        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = load_u(logged(2 * i)), y = load_u(logged(2 * i + 1));
-        if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
-        split(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
-        split(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
-      }
-      const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
 #pragma unroll 1
       for (int pair = 0; pair < K_STEPS; pair += 2)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
           const int j = pair + odd;
           u32 hi[4], lo[4], x[4];
-          float s[8], left[4] = {}, right[4] = {};  // s: two keys of either value row, then two more of either
-#if STATE_BF16
-          load_matrix4(hi, first_stage + stage + (matrix ^ (32 * j)));
-#pragma unroll
-          for (int i = 0; i < 4; i++) s[2 * i] = low_half(hi[i]), s[2 * i + 1] = high_half(hi[i]);
-#else
+          float left[4] = {}, right[4] = {};
           const float4 y = *(const float4*)(pieces + 64 * j), z = *(const float4*)(pieces + 64 * j + 32);
-          s[0] = y.x, s[1] = y.y, s[2] = z.x, s[3] = z.y, s[4] = y.z, s[5] = y.w, s[6] = z.z, s[7] = z.w;
-#endif
+          float s[8] = {y.x, y.y, z.x, z.y, y.z, y.w, z.z, z.w};  // two keys of either value row, then two more of either
 #pragma unroll
           for (int block = 0; block < LOG_BLOCKS; block++) {
             load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
@@ -493,31 +532,16 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
             s[i] = fmaf(all, s[i], left[i]);
             s[4 + i] = fmaf(all, s[4 + i], right[i]);
           }
-#if STATE_BF16
-          __syncwarp();  // every lane has read what is overwritten now
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            hi[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-            *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + ((2 * j + (i >> 1) ^ g) << 4) + 4 * t) = hi[i];
-          }
-          multiply(hi, hi, j, odd);
-#else
           *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = make_float4(s[0], s[1], s[4], s[5]);
           *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = make_float4(s[2], s[3], s[6], s[7]);
 #pragma unroll
           for (int i = 0; i < 4; i++) split2(s[2 * i], s[2 * i + 1], hi[i], lo[i]);
           multiply(hi, lo, j, odd);
-#endif
         }
-#if STATE_BF16
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < PIECES; i++)
-        *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
-#endif
-      copy_next();
 #endif
     }
+    copy_next();
+#endif
     tile += 16 * DIM;
     if (STAGES > 1) stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
     if (n == 0) {
