@@ -640,40 +640,45 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         split(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
       const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
+      constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // k-steps, as registers allow
 #pragma unroll
-      for (int j = 0; j < K_STEPS; j++) {
-        float2 s[4];
+      for (int pair = 0; pair < K_STEPS; pair += AT_ONCE) {
+        float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
+        u32 x[AT_ONCE][4];
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++) {
+          load_matrix4_transposed(x[odd], fold_keys + 2 * (pair + odd) * LOG_PITCH);
 #if STATE_BF16
-        load_matrix4(hi[j], matrix + 32 * j);
+          load_matrix4(hi[pair + odd], matrix + 32 * (pair + odd));
 #endif
-        float left[4] = {}, right[4] = {};
-        u32 x[4];
-        load_matrix4_transposed(x, fold_keys + 2 * j * LOG_PITCH);
-#pragma unroll
-        for (int p = PARTS - 1; p >= 0; p--) {
-          mma_in_order(left, part[p], x[0], x[1]);
-          mma_in_order(right, part[p], x[2], x[3]);
         }
 #if STATE_BF16
         __syncwarp();  // every lane has read these keys of the tile
 #endif
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float* more = (i < 2 ? left : right) + 2 * (i & 1);
+        for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+          for (int odd = 0; odd < AT_ONCE; odd++) {
+            mma_in_order(left[odd], part[p], x[odd][0], x[odd][1]);
+            mma_in_order(right[odd], part[p], x[odd][2], x[odd][3]);
+          }
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int j = pair + odd;
+            const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
 #if STATE_BF16
-          s[i] = make_float2(low_half(hi[j][i]), high_half(hi[j][i]));
+            const u32 two = hi[j][i];
+            hi[j][i] = pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
+            *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
 #else
-          s[i] = two_keys(j, i);
+            float2 two = two_keys(j, i);
+            two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
+            *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
+            split2(two.x, two.y, hi[j][i], lo[j][i]);
 #endif
-          s[i] = make_float2(fmaf(whole, s[i].x, more[0]), fmaf(whole, s[i].y, more[1]));
-#if STATE_BF16
-          hi[j][i] = pack_bf16(s[i].x, s[i].y);
-          *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
-#else
-          *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = s[i];
-          split2(s[i].x, s[i].y, hi[j][i], lo[j][i]);
-#endif
-        }
+          }
       }
 #if STATE_BF16
       __syncwarp();
