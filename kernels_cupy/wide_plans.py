@@ -61,7 +61,7 @@ class WidePlan(VerifyPlan):
         inverse = max((4 if merged else 2) * parts * block, 4 * (block + 8)) * rows
         weights = 0 if merged else 4 * block * rows + (4 + 2 * self.l_parts) * block * block * (rows > block)
         small = (20 if rows > 32 else 16) * rows + 128
-        head = 16 * (rows + 16) + 16 * rows + 80
+        head = 8 * (2 * rows + 16) + 16 * rows + 80
         return keys + log + 4 * tile + inverse + weights + small + self.heads_per_cta * head
 
     @property

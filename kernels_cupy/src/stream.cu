@@ -643,7 +643,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
                 const bool sees = (row_mask[i] >> c & 1) && (is_query || r != c);
                 const float x = factor[i] * column.scale * decay_between(row_G[i], row_rest[i], column) *
                                 (i / 2 >= other ? gram[i / 2][2 * (i & 1) + e] : 0.f);
-                (is_query ? head.C : head.L)[r][c] = sees ? x : 0.f;
+                *(is_query ? &head.C[r][c] : &head.L[c][r]) = sees ? x : 0.f;  // L by columns
               }
             }
           }
@@ -660,18 +660,17 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
             const int c = lane % ROWS, part = lane / ROWS;
             float T[ROWS], made[SHARE];
 #pragma unroll
-            for (int i = 0; i < ROWS; i++) {
-              float sum = i == c ? 1.f : 0.f;
+            for (int i = 0; i < ROWS; i++) T[i] = i == c ? 1.f : 0.f;
 #pragma unroll
-              for (int m = 0; m < i; m += 4) {
+            for (int i = 0; i < ROWS - 1; i++)  // T[i] is known: what it takes from the rows after it
+#pragma unroll
+              for (int m = (i + 1) / 4 * 4; m < ROWS; m += 4) {
                 const float4 l = *(const float4*)&head.L[i][m];
-                sum = fmaf(-l.x, T[m], sum);
-                if (m + 1 < i) sum = fmaf(-l.y, T[m + 1], sum);
-                if (m + 2 < i) sum = fmaf(-l.z, T[m + 2], sum);
-                if (m + 3 < i) sum = fmaf(-l.w, T[m + 3], sum);
+                if (m > i) T[m] = fmaf(-l.x, T[i], T[m]);
+                if (m + 1 > i) T[m + 1] = fmaf(-l.y, T[i], T[m + 1]);
+                if (m + 2 > i) T[m + 2] = fmaf(-l.z, T[i], T[m + 2]);
+                T[m + 3] = fmaf(-l.w, T[i], T[m + 3]);
               }
-              T[i] = sum;
-            }
             const bool makes = part * SHARE < ROWS;
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {

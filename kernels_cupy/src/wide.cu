@@ -93,7 +93,7 @@ typedef u32 mask_t;
 #endif
 
 struct HeadRows {
-  double g[16 + ROWS];  // log decay of each row of the system, log rows first
+  double g[ROWS];       // log decay of each tree row
   float2 G[16 + ROWS];  // its sum from the base over log 2, as a sum of two floats
   float2 in[ROWS];      // beta, beta e^G / |k|
   float out[ROWS];      // e^G DIM^-0.5 / |q|
@@ -252,16 +252,16 @@ DEVICE void make_inverses(u8* memory, int thread, float (&C)[ROWS / 2], Other ot
     float T[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      float sum = -L[i * SCRATCH_PITCH + column];
+      float sum = -L[i * SCRATCH_PITCH + column], other = 0.f;  // two chains
 #pragma unroll
       for (int m = 0; m < i; m += 4) {
         const float4 l = *(const float4*)(L + i * SCRATCH_PITCH + m);
         sum = fmaf(-l.x, T[m], sum);
-        if (m + 1 < i) sum = fmaf(-l.y, T[m + 1], sum);
+        if (m + 1 < i) other = fmaf(-l.y, T[m + 1], other);
         if (m + 2 < i) sum = fmaf(-l.z, T[m + 2], sum);
-        if (m + 3 < i) sum = fmaf(-l.w, T[m + 3], sum);
+        if (m + 3 < i) other = fmaf(-l.w, T[m + 3], other);
       }
-      T[i] = sum;
+      T[i] = sum + other;
     }
     __syncwarp();  // every lane has read L
 #pragma unroll
@@ -429,8 +429,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     let_next_launch_start();
 #endif
     written_before(a), written_before(b), written_before(v);
-    copy_keys(keys, k, 2 * k_pitch);
-    copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
     if (is_tree) {
 #pragma unroll
       for (int i = 0; i < ITEMS; i++)
@@ -439,6 +437,8 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
           my_a[i] = load_gate(a, index, gates_bf16), my_b[i] = load_gate(b, index, gates_bf16);
         }
     }
+    copy_keys(keys, k, 2 * k_pitch);
+    copy_keys(keys + ROWS * 16, q, 2 * q_pitch);
   };
   // CTAs that start beside the launch before ask for the state first; the others have nothing to wait for.
   const bool early = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) < early_ctas;
@@ -465,10 +465,11 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       copy_async16_or_zero(log_keys + chunk * LOG_PITCH + r * 16,
                            (const u8*)k_records + ((record_base + from) * key_bytes + of_key), r < length);
     }
+    const int of_lane = __shfl_sync(0xffffffffu, log_record, lane & 15);
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-      if (my_row < 0 && my_row + LOG_ROWS < length && head_of(i) < HEADS)
-        log_g[i] = g_records[(record_base + log_record) * value_heads + first_head + head_of(i)];
+    for (int i = 0; i < ITEMS; i++)  // of log row lane % 16
+      if ((lane & 15) < length && head_of(i) < HEADS)
+        log_g[i] = g_records[(record_base + of_lane) * value_heads + first_head + head_of(i)];
     if (is_tree) tree_record = row_list[record_base + length + my_row];
   }
   if (LOG_BLOCKS && length > 0) {
@@ -482,6 +483,27 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     const int first = __shfl_sync(0xffffffffu, log_record, 0);
     if (tid < LOG_ROWS) small.log_record[tid] = tid < length ? log_record : first;
+  }
+
+  auto rows_of = [&](int item) -> HeadRows& { return small.head[head_of(item) < HEADS ? head_of(item) : 0]; };
+  double G[ITEMS] = {};
+  if (LOG_BLOCKS) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      HeadRows& head = rows_of(i);
+      G[i] = log_g[i];  // sum of the log's decays up to row lane % 16, of all if the thread stands for a row of the tree
+#pragma unroll
+      for (int step = 1; step < 16; step *= 2) {
+        const double before = __shfl_up_sync(0xffffffffu, G[i], step, 16);
+        if ((lane & 15) >= step) G[i] += before;
+      }
+      const double whole = __shfl_sync(0xffffffffu, G[i], 15);
+      if (my_row >= 0) G[i] = flush ? 0.0 : whole;
+      else if (flush && head_of(i) < HEADS) {
+        head.fold[lane] = lane < length ? __expf((float)(whole - G[i])) : 0.f;
+        if (lane == 0) head.fold[16] = exp_near_one((float)whole);
+      }
+    }
   }
 
   // ---- third wave of the early ----
@@ -499,39 +521,18 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   for (int i = 0; i < ITEMS; i++) {
     if (my_row >= ROWS || head_of(i) >= HEADS) continue;
     HeadRows& head = small.head[head_of(i)];
-    const float own_decay = is_tree ? log_decay(gate_value(my_a[i], gates_bf16), my_A[i], my_bias[i]) : log_g[i];
-    head.g[16 - LOG_ROWS + tid % PLACES] = own_decay;
     if (my_row < 0) continue;
+    const float own_decay = is_tree ? log_decay(gate_value(my_a[i], gates_bf16), my_A[i], my_bias[i]) : 0.f;
+    head.g[my_row] = own_decay;
     head.beta[my_row] = is_tree ? sigmoid(gate_value(my_b[i], gates_bf16)) : 0.f;
     if (head_of(i) == 0) small.mask[my_row] = mask, small.record[my_row] = tree_record;
     if (is_tree && share == 0) g_records[(record_base + tree_record) * value_heads + first_head + head_of(i)] = own_decay;
   }
   __syncthreads();
-  auto rows_of = [&](int item) -> HeadRows& { return small.head[head_of(item) < HEADS ? head_of(item) : 0]; };
-  double G[ITEMS];
-#pragma unroll
-  for (int i = 0; i < ITEMS; i++) {
-    HeadRows& head = rows_of(i);
-    G[i] = 0.0;  // sum of the log's decays up to this lane's row, of all if the lane stands for none
-    if (LOG_BLOCKS) {
-      G[i] = head.g[lane & 15];
-#pragma unroll
-      for (int step = 1; step < 16; step *= 2) {
-        const double before = __shfl_up_sync(0xffffffffu, G[i], step, 16);
-        if ((lane & 15) >= step) G[i] += before;
-      }
-      const double whole = __shfl_sync(0xffffffffu, G[i], 15);
-      if (my_row >= 0) G[i] = flush ? 0.0 : whole;
-      else if (flush && head_of(i) < HEADS) {
-        head.fold[lane] = lane < length ? __expf((float)(whole - G[i])) : 0.f;
-        if (lane == 0) head.fold[16] = exp_near_one((float)whole);
-      }
-    }
-  }
   for (u64 left = mask; left; left &= left - 1) {
     const int row = __ffsll(left) - 1;
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) G[i] += rows_of(i).g[16 + row];
+    for (int i = 0; i < ITEMS; i++) G[i] += rows_of(i).g[row];
   }
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
