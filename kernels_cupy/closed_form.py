@@ -110,9 +110,9 @@ class Verification:
             np.int32(rows), np.int32(heads.key_heads), np.int32(heads.value_heads),
             *map(np.int32, plan.arguments + limits), np.float32(norm_eps),
         )  # fmt: skip
-        run = kernel(plan.file, plan.kernel, plan.shared_bytes, **plan.macros)
+        run = kernel(plan.file, plan.kernel, plan.requested_bytes, **plan.macros)
         early = None if plan.resident_ctas is None else plan.resident_ctas * multiprocessors()
-        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.shared_bytes, early)
+        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.requested_bytes, early)
 
     def __call__(self, chained: bool = False) -> None:
         self._launch(chained)

@@ -74,6 +74,11 @@ class VerifyPlan(ABC):
         """Dynamic shared memory of a CTA, as the source lays it out."""
 
     @property
+    def requested_bytes(self) -> int:
+        """Dynamic shared memory that a CTA asks for: what it needs, or more where fewer CTAs shall share a multiprocessor."""
+        return self.shared_bytes
+
+    @property
     @abstractmethod
     def warps(self) -> int: ...
 

@@ -65,6 +65,11 @@ class WidePlan(VerifyPlan):
         return keys + log + 4 * tile + inverse + weights + small + self.heads_per_cta * head
 
     @property
+    def requested_bytes(self) -> int:
+        """So much that no more than `resident` CTAs fit: those of a small batch then spread over all multiprocessors."""
+        return max(self.shared_bytes, MULTIPROCESSOR_BYTES // (self.resident + 1) - SYSTEM_BYTES + 16)
+
+    @property
     def warps(self) -> int:
         return 4
 

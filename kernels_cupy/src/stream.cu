@@ -306,7 +306,134 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   for (int i = 0; i < STAGES; i++)
     if (i < tiles_per_warp) copy_u(first_side + i * SIDE_BYTES);
 
-  if (early) load_rows();
+  // ---- what only the log decides: its keys and their norms, sums of its decays, what a fold takes of its rows ----
+  auto place_keys = [&](u16* to, int r, uint4 w, float* scale, float factor) {
+    float sum = sum_of_squares(w);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    place_row(to, r, piece * 8, w);
+    if (piece == 0) *scale = factor * rsqrtf(sum + norm_eps);
+  };
+  double log_G = LOG_BLOCKS && lane < length ? gates.log_decay : 0.f;
+  auto place_log = [&] {
+    if (!LOG_BLOCKS) return;
+#pragma unroll
+    for (int i = 0; i < LOG_PASSES; i++) {
+      const int r = tid / LANES + i * ROWS_AT_ONCE;
+      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &scales.log[r], 1.f);
+    }
+    if (of_tree || of_log || flush) {
+#pragma unroll
+      for (int step = 1; step < LOG_ROWS; step *= 2) {
+        const double more = __shfl_up_sync(0xffffffffu, log_G, step);
+        if (lane >= step) log_G += more;
+      }
+    }
+  };
+  auto weigh_fold = [&] {  // when the norms are there
+    const double last = shuffle(log_G, length - 1);
+    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - log_G)) * scales.log[lane] : 0.f;
+    if (lane == 0) fold[LOG_ROWS] = exp_near_one((float)last);
+    __syncwarp();
+  };
+#if STATE_BF16
+  const u32 matrix = ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (((lane >> 4) ^ (lane & 7)) << 4);
+#endif
+  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9, then of the next block.
+  auto logged = [&](const u8* side, int i) {
+    const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
+    return (const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15));
+  };
+  // Fold the log into the tile in a stage, S <- e^{G_h} S + sum_j fold_j u_j k_j^T, and write it.
+  auto fold_tile = [&](int stage, const u8* side) {
+#if LOG_BLOCKS
+    u32 part[LOG_BLOCKS][3][4];  // weighted u of the log
+#pragma unroll
+    for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
+      u32(&to)[3][4] = part[i / 2];
+      const int c = 2 * (i & 1);
+      float2 w = *(const float2*)&fold[2 * t + 8 * i], x = load_u(logged(side, 2 * i)), y = load_u(logged(side, 2 * i + 1));
+      if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
+      split(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
+      split(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
+    }
+    const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
+    const float all = fold[LOG_ROWS];
+#if STATE_BF16
+#pragma unroll 4
+    for (int pair = 0; pair < K_STEPS; pair += 2) {
+      u32 S[2][4], y[2][LOG_BLOCKS][4];  // of the tile; keys of the log
+      float left[2][4] = {}, right[2][4] = {};
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const int j = pair + odd;
+#pragma unroll
+        for (int block = 0; block < LOG_BLOCKS; block++)
+          load_matrix4_transposed(y[odd][block], fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+        load_matrix4(S[odd], first_stage + stage + (matrix ^ (32 * j)));
+      }
+      __syncwarp();  // every lane has read what is overwritten now
+#pragma unroll
+      for (int block = 0; block < LOG_BLOCKS; block++)
+#pragma unroll
+        for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+          for (int odd = 0; odd < 2; odd++) {
+            mma(left[odd], part[block][p], y[odd][block][0], y[odd][block][1]);
+            mma(right[odd], part[block][p], y[odd][block][2], y[odd][block][3]);
+          }
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const u32 two = S[odd][i];  // keys of value row 2 g (i even) or 2 g + 1
+          const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
+          *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + ((2 * (pair + odd) + (i >> 1) ^ g) << 4) + 4 * t) =
+              pack_bf16(fmaf(all, low_half(two), more[0]), fmaf(all, high_half(two), more[1]));
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+      *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
+#else
+    float4* pieces = (float4*)(stages + stage) + lane;
+#pragma unroll 1
+    for (int j = 0; j < K_STEPS; j++) {
+      u32 x[4];
+      float left[4] = {}, right[4] = {};
+      float4 y = pieces[64 * j], z = pieces[64 * j + 32];  // keys of value row 2 g, and of 2 g + 1
+#pragma unroll
+      for (int block = 0; block < LOG_BLOCKS; block++) {
+        load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+#pragma unroll
+        for (int p = PARTS - 1; p >= 0; p--) {
+          mma(left, part[block][p], x[0], x[1]);
+          mma(right, part[block][p], x[2], x[3]);
+        }
+      }
+      y = make_float4(fmaf(all, y.x, left[0]), fmaf(all, y.y, left[1]), fmaf(all, y.z, right[0]), fmaf(all, y.w, right[1]));
+      z = make_float4(fmaf(all, z.x, left[2]), fmaf(all, z.y, left[3]), fmaf(all, z.z, right[2]), fmaf(all, z.w, right[3]));
+      pieces[64 * j] = y, pieces[64 * j + 32] = z;
+      *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = y;
+      *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = z;
+    }
+#endif
+#endif
+  };
+
+  // A CTA that waits for the launch before folds its first tiles meanwhile.
+  if (early) {
+    place_log();
+    if (flush) {
+      __syncthreads();  // norms
+      weigh_fold();
+      copy_wait_all();
+      __syncwarp();
+      fold_tile(0, sides);
+    }
+    load_rows();
+  }
 #pragma unroll
   for (int i = 0; i < STAGES; i++) {
     if (i < tiles_per_warp) copy_v(first_side + i * SIDE_BYTES);
@@ -315,40 +442,20 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 
   // ---- log decays along the paths: every lane jumps to the ancestor of its ancestor ----
   const float beta = is_tree ? sigmoid(gate_value(gates.b, gates_bf16)) : 0.f;
-  const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : gates.log_decay;
-  // With one block, lanes 0-15 have the sums of log rows. With two, log rows have numbers of their own in all lanes.
-  double G = LOG_BLOCKS < 2 || is_tree ? own_decay : 0.f;
-  double log_G = LOG_BLOCKS == 2 && lane < length ? gates.log_decay : 0.f;
-  if (of_tree || of_log || flush) {
+  const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : 0.f;
+  double G = is_tree ? own_decay : 0.f;
+  if (of_tree || of_log) {
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
-    const int of_root = LOG_BLOCKS == 2 || flush ? -1 : length - 1;  // who is above the root
-    const int of_other = LOG_BLOCKS < 2 && lane < length ? lane - 1 : -1;
-    int up = is_tree ? (above ? 16 + 31 - __clz(above) : of_root) : of_other;
+    int up = above ? 16 + 31 - __clz(above) : -1;
     while (__any_sync(0xffffffffu, up >= 0)) {
       const int from = max(up, 0);
       const double more = shuffle(G, from);
       const int next = shuffle(up, from);
       if (up >= 0) G += more, up = next;
     }
-    if (LOG_BLOCKS == 2) {
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const double more = __shfl_up_sync(0xffffffffu, log_G, step);
-        if (lane >= step) log_G += more;
-      }
-      if (!flush) G += shuffle(log_G, 31);
-    }
   }
-  if (LOG_BLOCKS < 2) log_G = G;
 
   // ---- keys and queries to shared memory, norms; records of the keys ----
-  auto place_keys = [&](u16* to, int r, uint4 w, float* scale, float factor) {
-    float sum = sum_of_squares(w);
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    place_row(to, r, piece * 8, w);
-    if (piece == 0) *scale = factor * rsqrtf(sum + norm_eps);
-  };
 #pragma unroll
   for (int i = 0; i < PASSES; i++) {
     const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
@@ -360,19 +467,14 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
         *(uint4*)(k_records + ((record_base + to) * key_heads + key_head) * DIM + piece * 8) = words[i];
     }
   }
-  if (LOG_BLOCKS) {
-#pragma unroll
-    for (int i = 0; i < LOG_PASSES; i++) {
-      const int r = tid / LANES + i * ROWS_AT_ONCE;
-      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &scales.log[r], 1.f);
-    }
+  if (!early) place_log();
+  if (LOG_BLOCKS && (of_tree || of_log)) {
+    const double whole = shuffle(log_G, LOG_ROWS - 1);
+    if (is_tree && !flush) G += whole;
+    if (LOG_BLOCKS == 1 && lane < 16) G = log_G;  // such lanes stand for the log's rows
   }
   __syncthreads();
-  if (LOG_BLOCKS && flush) {
-    const double last = shuffle(log_G, length - 1);
-    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - log_G)) * scales.log[lane] : 0.f;
-    if (lane == 0) fold[LOG_ROWS] = exp_near_one((float)last);
-  }
+  if (flush && !early) weigh_fold();
 
 #if TRIGGER == 1
   let_next_launch_start();
@@ -410,16 +512,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     };
     copy_wait<STAGES - 1>();
     __syncwarp();  // what other lanes copied is there too
-#if STATE_BF16
-    const u32 matrix = ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (((lane >> 4) ^ (lane & 7)) << 4);
-#else
-    const uint4* pieces = (const uint4*)(stages + stage) + lane;
-#endif
     const u8* side = sides + side_place;
-    auto logged = [&](int i) {  // u of log row 2 t, 2 t + 1, 2 t + 8 or 2 t + 9, then of the next block
-      const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
-      return (const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15));
-    };
+    if (flush && !(early && n == 0)) fold_tile(stage, side);
     auto copy_next = [&] {  // when every lane has read the stage
       __syncwarp();
       if (n + STAGES < tiles_per_warp) {
@@ -428,65 +522,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       }
       if (STAGES == 1) copy_commit();
     };
-#if LOG_BLOCKS
-    u32 part[LOG_BLOCKS][3][4];  // of a fold: weighted u of the log
-    auto weigh_log = [&] {
-#pragma unroll
-      for (int i = 0; i < 2 * LOG_BLOCKS; i++) {
-        u32(&to)[3][4] = part[i / 2];
-        const int c = 2 * (i & 1);
-        float2 w = *(const float2*)&fold[2 * t + 8 * i], x = load_u(logged(2 * i)), y = load_u(logged(2 * i + 1));
-        if (i >= 2 && !second_block) x = y = make_float2(0.f, 0.f);  // no one copied them
-        split(w.x * x.x, w.y * y.x, to[0][c], to[1][c], to[2][c]);
-        split(w.x * x.y, w.y * y.y, to[0][c + 1], to[1][c + 1], to[2][c + 1]);
-      }
-    };
-    const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
-#endif
 #if STATE_BF16
-#if LOG_BLOCKS
-    if (flush) {
-      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
-      weigh_log();
-      const float all = fold[LOG_ROWS];
-#pragma unroll 4
-      for (int pair = 0; pair < K_STEPS; pair += 2) {
-        u32 S[2][4], y[2][LOG_BLOCKS][4];  // of the tile; keys of the log
-        float left[2][4] = {}, right[2][4] = {};
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-          const int j = pair + odd;
-#pragma unroll
-          for (int block = 0; block < LOG_BLOCKS; block++)
-            load_matrix4_transposed(y[odd][block], fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
-          load_matrix4(S[odd], first_stage + stage + (matrix ^ (32 * j)));
-        }
-        __syncwarp();  // every lane has read what is overwritten now
-#pragma unroll
-        for (int block = 0; block < LOG_BLOCKS; block++)
-#pragma unroll
-          for (int p = PARTS - 1; p >= 0; p--)
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-              mma(left[odd], part[block][p], y[odd][block][0], y[odd][block][1]);
-              mma(right[odd], part[block][p], y[odd][block][2], y[odd][block][3]);
-            }
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const u32 two = S[odd][i];  // keys of value row 2 g (i even) or 2 g + 1
-            const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
-            *(u32*)(stages + stage + ((i & 1) * 8 + g) * ROW_BYTES + ((2 * (pair + odd) + (i >> 1) ^ g) << 4) + 4 * t) =
-                pack_bf16(fmaf(all, low_half(two), more[0]), fmaf(all, high_half(two), more[1]));
-          }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < PIECES; i++)
-        *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
-    }
-#endif
     u32 S[K_STEPS][4];  // the whole tile, so that the next can be asked for before it is multiplied
 #pragma unroll
     for (int j = 0; j < K_STEPS; j++) load_matrix4(S[j], first_stage + stage + (matrix ^ (32 * j)));
@@ -494,51 +530,16 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
     for (int j = 0; j < K_STEPS; j++) multiply(S[j], S[j], j, j % 2);
 #else
-    if (!flush) {
+    const uint4* pieces = (const uint4*)(stages + stage) + lane;
 #pragma unroll
-      for (int j = 0; j < K_STEPS; j++) {
-        u32 hi[4], lo[4];
-        const uint4 x = pieces[64 * j], y = pieces[64 * j + 32];
-        split2(__uint_as_float(x.x), __uint_as_float(x.y), hi[0], lo[0]);
-        split2(__uint_as_float(y.x), __uint_as_float(y.y), hi[1], lo[1]);
-        split2(__uint_as_float(x.z), __uint_as_float(x.w), hi[2], lo[2]);
-        split2(__uint_as_float(y.z), __uint_as_float(y.w), hi[3], lo[3]);
-        multiply(hi, lo, j, j % 2);
-      }
-    } else {
-#if LOG_BLOCKS
-      weigh_log();
-      const float all = fold[LOG_ROWS];
-#pragma unroll 1
-      for (int pair = 0; pair < K_STEPS; pair += 2)
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-          const int j = pair + odd;
-          u32 hi[4], lo[4], x[4];
-          float left[4] = {}, right[4] = {};
-          const float4 y = *(const float4*)(pieces + 64 * j), z = *(const float4*)(pieces + 64 * j + 32);
-          float s[8] = {y.x, y.y, z.x, z.y, y.z, y.w, z.z, z.w};  // two keys of either value row, then two more of either
-#pragma unroll
-          for (int block = 0; block < LOG_BLOCKS; block++) {
-            load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
-#pragma unroll
-            for (int p = PARTS - 1; p >= 0; p--) {
-              mma(left, part[block][p], x[0], x[1]);
-              mma(right, part[block][p], x[2], x[3]);
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            s[i] = fmaf(all, s[i], left[i]);
-            s[4 + i] = fmaf(all, s[4 + i], right[i]);
-          }
-          *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = make_float4(s[0], s[1], s[4], s[5]);
-          *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = make_float4(s[2], s[3], s[6], s[7]);
-#pragma unroll
-          for (int i = 0; i < 4; i++) split2(s[2 * i], s[2 * i + 1], hi[i], lo[i]);
-          multiply(hi, lo, j, odd);
-        }
-#endif
+    for (int j = 0; j < K_STEPS; j++) {
+      u32 hi[4], lo[4];
+      const uint4 x = pieces[64 * j], y = pieces[64 * j + 32];
+      split2(__uint_as_float(x.x), __uint_as_float(x.y), hi[0], lo[0]);
+      split2(__uint_as_float(y.x), __uint_as_float(y.y), hi[1], lo[1]);
+      split2(__uint_as_float(x.z), __uint_as_float(x.w), hi[2], lo[2]);
+      split2(__uint_as_float(y.z), __uint_as_float(y.w), hi[3], lo[3]);
+      multiply(hi, lo, j, j % 2);
     }
     copy_next();
 #endif
@@ -746,10 +747,10 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       if (sees_log && (i < 2 || second_block)) {
         const int b = i / 2, c = 2 * (i & 1);
 #if LOG_BF16  // exact in one part
-        const u32 first = *(const u32*)logged(2 * i), second = *(const u32*)logged(2 * i + 1);
+        const u32 first = *(const u32*)logged(side, 2 * i), second = *(const u32*)logged(side, 2 * i + 1);
         hi[b][c] = __byte_perm(first, second, 0x5410), hi[b][c + 1] = __byte_perm(first, second, 0x7632);
 #else
-        const float2 first = load_u(logged(2 * i)), second = load_u(logged(2 * i + 1));
+        const float2 first = load_u(logged(side, 2 * i)), second = load_u(logged(side, 2 * i + 1));
         split3(first.x, second.x, hi[b][c], mid[b][c], lo[b][c]);
         split3(first.y, second.y, hi[b][c + 1], mid[b][c + 1], lo[b][c + 1]);
 #endif
