@@ -68,6 +68,7 @@ constexpr int SIDES = STAGES > 1 ? STAGES : 2;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES + SIDES * SIDE_BYTES;
 static_assert(WARP_BYTES % 128 == 0, "asynchronous copies want whole lines");
 constexpr bool KEEP = GROUPS == 1 && WARPS * MIN_CTAS <= 20;  // small matrices stay in registers
+constexpr bool FOLDS_EARLY = WARPS * MIN_CTAS <= 20;          // registers for a second place where tiles are folded
 constexpr bool CHAINS = GROUPS < 4;  // room for a second chain of products
 constexpr int SHARERS = 32 / ROWS;                            // lanes that share a column of T
 constexpr int SHARE = ROWS > SHARERS ? ROWS / SHARERS : 1;    // rows of C T that each of them makes
@@ -314,7 +315,17 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     place_row(to, r, piece * 8, w);
     if (piece == 0) *scale = factor * rsqrtf(sum + norm_eps);
   };
-  double log_G = LOG_BLOCKS && lane < length ? gates.log_decay : 0.f;
+  // Sums of decays. With one block of log rows, lanes 0-15 have theirs in G; with two, all lanes in log_G.
+  double G = 0.0, log_G = 0.0;
+  double& of_log_row = LOG_BLOCKS == 2 ? log_G : G;
+  if (LOG_BLOCKS && lane < length) of_log_row = gates.log_decay;
+  auto sum_log = [&] {
+#pragma unroll
+    for (int step = 1; step < LOG_ROWS; step *= 2) {
+      const double more = __shfl_up_sync(0xffffffffu, of_log_row, step);
+      if (lane >= step) of_log_row += more;
+    }
+  };
   auto place_log = [&] {
     if (!LOG_BLOCKS) return;
 #pragma unroll
@@ -322,17 +333,10 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       const int r = tid / LANES + i * ROWS_AT_ONCE;
       if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &scales.log[r], 1.f);
     }
-    if (of_tree || of_log || flush) {
-#pragma unroll
-      for (int step = 1; step < LOG_ROWS; step *= 2) {
-        const double more = __shfl_up_sync(0xffffffffu, log_G, step);
-        if (lane >= step) log_G += more;
-      }
-    }
   };
   auto weigh_fold = [&] {  // when the norms are there
-    const double last = shuffle(log_G, length - 1);
-    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - log_G)) * scales.log[lane] : 0.f;
+    const double last = shuffle(of_log_row, length - 1);
+    if (lane < LOG_ROWS) fold[lane] = lane < length ? __expf((float)(last - of_log_row)) * scales.log[lane] : 0.f;
     if (lane == 0) fold[LOG_ROWS] = exp_near_one((float)last);
     __syncwarp();
   };
@@ -360,7 +364,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     const u32 fold_address = shared_address(log_keys), fold_offset = a_key_offset(lane);
     const float all = fold[LOG_ROWS];
 #if STATE_BF16
-#pragma unroll 4
+#pragma unroll 2
     for (int pair = 0; pair < K_STEPS; pair += 2) {
       u32 S[2][4], y[2][LOG_BLOCKS][4];  // of the tile; keys of the log
       float left[2][4] = {}, right[2][4] = {};
@@ -423,9 +427,11 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   };
 
   // A CTA that waits for the launch before folds its first tiles meanwhile.
+  const bool folded = FOLDS_EARLY && early && flush;
   if (early) {
     place_log();
-    if (flush) {
+    if (of_tree || of_log || flush) sum_log();
+    if (folded) {
       __syncthreads();  // norms
       weigh_fold();
       copy_wait_all();
@@ -443,15 +449,21 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   // ---- log decays along the paths: every lane jumps to the ancestor of its ancestor ----
   const float beta = is_tree ? sigmoid(gate_value(gates.b, gates_bf16)) : 0.f;
   const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : 0.f;
-  double G = is_tree ? own_decay : 0.f;
-  if (of_tree || of_log) {
+  if (LOG_BLOCKS < 2 ? row >= 0 : true) G = own_decay;
+  if (of_tree || of_log || flush) {
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
-    int up = above ? 16 + 31 - __clz(above) : -1;
+    const int of_root = LOG_BLOCKS == 2 || flush ? -1 : length - 1;  // who is above the root
+    const int of_other = LOG_BLOCKS == 1 && !early && lane < length ? lane - 1 : -1;
+    int up = is_tree ? (above ? 16 + 31 - __clz(above) : of_root) : of_other;
     while (__any_sync(0xffffffffu, up >= 0)) {
       const int from = max(up, 0);
       const double more = shuffle(G, from);
       const int next = shuffle(up, from);
       if (up >= 0) G += more, up = next;
+    }
+    if (LOG_BLOCKS == 2) {
+      if (!early) sum_log();
+      if (!flush) G += shuffle(log_G, 31);
     }
   }
 
@@ -468,13 +480,8 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     }
   }
   if (!early) place_log();
-  if (LOG_BLOCKS && (of_tree || of_log)) {
-    const double whole = shuffle(log_G, LOG_ROWS - 1);
-    if (is_tree && !flush) G += whole;
-    if (LOG_BLOCKS == 1 && lane < 16) G = log_G;  // such lanes stand for the log's rows
-  }
   __syncthreads();
-  if (flush && !early) weigh_fold();
+  if (flush && !folded) weigh_fold();
 
 #if TRIGGER == 1
   let_next_launch_start();
@@ -513,7 +520,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     copy_wait<STAGES - 1>();
     __syncwarp();  // what other lanes copied is there too
     const u8* side = sides + side_place;
-    if (flush && !(early && n == 0)) fold_tile(stage, side);
+    if (flush && !(folded && n == 0)) fold_tile(stage, side);
     auto copy_next = [&] {  // when every lane has read the stage
       __syncwarp();
       if (n + STAGES < tiles_per_warp) {
