@@ -381,7 +381,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
             float* g_records, int record_rows, const int* __restrict__ log_length, const int* __restrict__ row_list,
             u16* __restrict__ output, int rows, int key_heads, int value_heads, int capacity, int reserve, float norm_eps,
             int early_ctas) {
-  const int request = blockIdx.z, key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const int key_head = blockIdx.y, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int g = lane >> 2, t = lane & 3;
   const int share = blockIdx.x % SHARES;
   const int first_head = (key_head * (gridDim.x / SHARES) + blockIdx.x / SHARES) * HEADS;
@@ -393,9 +393,19 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   Small& small = *(Small*)(memory + SMALL_AT);
 
   // ---- first wave of loads: cursors, masks ----
+  // Requests that fold live longer. Of a batch that a warp can look over they come first, so that none of them is among the
+  // last CTAs of the launch.
+  int request = blockIdx.z, length = 0, log_record = 0;
+#ifndef NO_ORDER
+  if (LOG_BLOCKS && ROWS > 16 && gridDim.z <= 32) {
+    const int its_length = lane < gridDim.z ? load_cursor(log_length + lane) : 0;
+    const u32 folding = __ballot_sync(0xffffffffu, its_length > 0 && its_length + reserve > capacity), before = (1u << lane) - 1;
+    const int rank = folding >> lane & 1 ? __popc(folding & before) : __popc(folding) + __popc(~folding & before);
+    request = __ffs(__ballot_sync(0xffffffffu, rank == (int)blockIdx.z)) - 1;
+  }
+#endif
   const u32 record_base = request * record_rows, first_token = request * rows;
   const int slot = load_cursor(slots + request);
-  int length = 0, log_record = 0;
   if (LOG_BLOCKS) {
     length = min(load_cursor(log_length + request), LOG_ROWS);
     if (lane < min(record_rows, LOG_ROWS)) log_record = load_cursor(row_list + record_base + lane);
@@ -543,10 +553,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
     constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // k-steps, as registers allow
-#ifndef FU
-#define FU 1
-#endif
-#pragma unroll FU
+#pragma unroll 1
     for (int pair = 0; pair < K_STEPS; pair += AT_ONCE) {
       float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
       u32 x[AT_ONCE][4];
@@ -598,7 +605,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 
   // ---- third wave of the early, who fold their first tile while they wait ----
 #ifndef EARLY
-#define EARLY (ROWS < 64 ? 2 : 1)
+#define EARLY 2
 #endif
   if (early) {
     if (LOG_BLOCKS && EARLY) {
@@ -699,22 +706,85 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];  // the tile as first operands
     copy_wait_all();
     __syncwarp();
-    if (folds) fold_tile(head, logged);
     [[maybe_unused]] const u32 matrix = stage + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
     // Keys 2 t, 2 t + 1 (i < 2) or 2 t + 8, 2 t + 9 of k-step j, of value row 2 g (i even) or 2 g + 1.
     [[maybe_unused]] auto two_keys = [&](int j, int i) {
       const int piece = 4 * j + (t >> 1) + 2 * (i >> 1);
       return (float2*)(own_stage + (2 * g + (i & 1)) * ROW_BYTES + (piece ^ (g & 3) << 1) * 16 + (t & 1) * 8);
     };
+    if (!folds) {
 #pragma unroll
-    for (int j = 0; j < K_STEPS; j++) {
+      for (int j = 0; j < K_STEPS; j++) {
 #if STATE_BF16
-      load_matrix4(hi[j], matrix + 32 * j);
+        load_matrix4(hi[j], matrix + 32 * j);
 #else
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2 x = *two_keys(j, i);
-        split2(x.x, x.y, hi[j][i], lo[j][i]);
+        for (int i = 0; i < 4; i++) {
+          const float2 x = *two_keys(j, i);
+          split2(x.x, x.y, hi[j][i], lo[j][i]);
+        }
+#endif
+      }
+    } else {
+      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
+      u32 part[3][4];
+      const float whole = head.fold[16];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int r = 2 * t + 8 * i;
+        const float wx = head.fold[r] * small.scale[COLUMNS + r], wy = head.fold[r + 1] * small.scale[COLUMNS + r + 1];
+        const float2 x = floats_of(logged[2 * i]), y = floats_of(logged[2 * i + 1]);
+        split(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
+        split(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
+      }
+      const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
+      constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // k-steps, as registers allow
+#pragma unroll
+      for (int pair = 0; pair < K_STEPS; pair += AT_ONCE) {
+        float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
+        u32 x[AT_ONCE][4];
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++) {
+          load_matrix4_transposed(x[odd], fold_keys + 2 * (pair + odd) * LOG_PITCH);
+#if STATE_BF16
+          load_matrix4(hi[pair + odd], matrix + 32 * (pair + odd));
+#endif
+        }
+#if STATE_BF16
+        __syncwarp();  // every lane has read these keys of the tile
+#endif
+#pragma unroll
+        for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+          for (int odd = 0; odd < AT_ONCE; odd++) {
+            mma_in_order(left[odd], part[p], x[odd][0], x[odd][1]);
+            mma_in_order(right[odd], part[p], x[odd][2], x[odd][3]);
+          }
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int j = pair + odd;
+            const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
+#if STATE_BF16
+            const u32 two = hi[j][i];
+            hi[j][i] = pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
+            *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
+#else
+            float2 two = *two_keys(j, i);
+            two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
+            *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
+            split2(two.x, two.y, hi[j][i], lo[j][i]);
+#endif
+          }
+      }
+#if STATE_BF16
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < DIM / 16; i++) {
+        const int row = (32 * i + lane) / CHUNKS, piece = (32 * i + lane) % CHUNKS;
+        *(uint4*)(tile + row * DIM + piece * 8) =
+            *(const uint4*)(own_stage + ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16);
       }
 #endif
     }
