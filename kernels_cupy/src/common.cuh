@@ -116,15 +116,11 @@ DEVICE int b_block_offset(int lane, int pitch) { return ((lane & 7) + (lane >> 4
 DEVICE void copy_async16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-// A piece of a state: the first to leave the L2 cache, for it is not read again before everything else of the model.
-DEVICE void copy_state16(u32 shared, const void* global) {
-#ifdef STATE_LEAVES_FIRST
+// The same of what is to leave the L2 cache first.
+DEVICE void copy_once16(u32 shared, const void* global) {
   asm volatile(
       "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, policy;}" ::"r"(shared), "l"(global) : "memory");
-#else
-  copy_async16(shared, global);
-#endif
 }
 // A cursor of a request: all launches of a step read it, and between two of them hundreds of MiB pass the L2 cache, where
 // it is to stay.
@@ -144,16 +140,13 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // ---- chained launches ----
 
 // A chained launch (programmatic dependent launch) starts while the one before it in its stream still runs. Until
-// `wait_for_launch_before` it reads only what was there before that launch: states, logs, cursors, masks, weights. q, k, v,
-// gates and everything that is written come afterwards. Every thread waits before the CTA lets the next launch start, so
-// that a launch has all before the one before it behind it. Without a launch to wait for, both do nothing.
+// `wait_for_launch_before` it reads only what was there before that launch: states, logs, cursors, masks, weights; it may
+// also fold logs into states. q, k, v, gates and everything else that is written come afterwards. Every thread waits before
+// its CTA lets the next launch start, so that a launch has all launches but the one before it behind it. Where there is no
+// launch to wait for, both instructions do nothing.
 DEVICE void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE void let_next_launch_start() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

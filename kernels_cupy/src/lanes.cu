@@ -252,7 +252,6 @@ verify_lanes(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __
 
   // ---- what the launch before may have written: keys, queries, gates, v ----
   wait_for_launch_before();
-  let_next_launch_start();
   u32 key_words[ROWS][WORDS], query_words[ROWS][WORDS], value_bits[ROWS];
   u32 own_key_words[WORDS] = {}, own_query_words[WORDS] = {};  // of the tree row whose dots the warp makes
   const u16* values = v + (first_token * (u32)v_pitch + value_head * DIM + first_row + row_of_lane);

@@ -87,7 +87,6 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
   load_state(s, read_pool + slot * state_size + offset);
   const float A = A_log[value_head], bias = dt_bias[value_head];
   wait_for_launch_before();
-  let_next_launch_start();
   written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
   for (int row = 0; row < rows; row++) {
     if (row > 0 && parent) {

@@ -120,7 +120,7 @@ DEVICE int u_place(int r, int p) { return r * U_PITCH + ((LOG_BF16 ? p : p ^ (r 
 
 DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) copy_state16(stage + place_in_stage(i, lane), tile + place_in_tile(i, lane));
+  for (int i = 0; i < PIECES; i++) copy_async16(stage + place_in_stage(i, lane), tile + place_in_tile(i, lane));
 }
 
 // Eight columns of a key row, to shared memory: in their own order for a bf16 state.
@@ -216,9 +216,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   const u32 gates_from = (first_token + row) * value_heads + value_head;
   auto load_rows = [&] {
     wait_for_launch_before();
-#if TRIGGER == 0
-    let_next_launch_start();
-#endif
     const u8* mine = (const u8*)(takes_query ? q : k);
     written_before(mine), written_before(v), written_before(a), written_before(b);
 #pragma unroll
@@ -483,9 +480,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   __syncthreads();
   if (flush && !folded) weigh_fold();
 
-#if TRIGGER == 1
-  let_next_launch_start();
-#endif
   // ---- tiles ----
   const u32 key_address = shared_address(keys);
   const u32 b_offset = GROUPS == 1 ? (lane & 7) * 2 * DIM + (((lane >> 3) ^ (lane & 7)) << 4) : b_key_offset(lane);
@@ -721,9 +715,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       else if (heads == 1) __syncthreads();
       else if (head_of_key == cta_tile / TILES_PER_HEAD) barrier<1>(sharers);
       else barrier<2>(sharers);
-#if TRIGGER == 2
-      let_next_launch_start();
-#endif
       if (KEEP) {
 #if LOG_BLOCKS
 #pragma unroll

@@ -152,7 +152,6 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
   const int first_head = (key_head * groups + group) * heads_per_cta;
 
   wait_for_launch_before();
-  let_next_launch_start();
   written_before(q), written_before(k), written_before(v), written_before(a), written_before(b);
   const int slot = slots[request];
   if (slot < 0) return;

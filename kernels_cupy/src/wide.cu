@@ -34,7 +34,6 @@
 // of their lives; what bounds them is latency, not tensor cores.
 // Traffic and flushes: as verify.cu; a flush folds with mma.sync. wgmma exists on sm_90a only; verify.cu is for the
 // rest.
-#define STATE_LEAVES_FIRST
 #include "common.cuh"
 
 #ifndef ROWS  // tree rows: 16, 32 or 64
@@ -218,7 +217,7 @@ DEVICE void copy_tile(u32 stage, const state_t* tile, int lane) {
     const int row = (32 * i + lane) / PIECES, piece = (32 * i + lane) % PIECES;
     const int place = STATE_BF16 ? ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16
                                  : row * ROW_BYTES + (piece ^ (row >> 1 & 3) << 1) * 16;
-    copy_state16(stage + place, (const u8*)(tile + row * DIM) + piece * 16);
+    copy_once16(stage + place, (const u8*)(tile + row * DIM) + piece * 16);
   }
 }
 
@@ -313,7 +312,7 @@ DEVICE void make_inverses(u8* memory, int thread, float (&C)[ROWS / 2], Other ot
       }
     } else if (warp < 2 * KEY_WARPS) {
 #pragma unroll
-      for (int i = 0; i < ROWS / 8; i++) x[4 * i] = C[4 * i], x[4 * i + 1] = C[4 * i + 1], x[4 * i + 2] = C[4 * i + 2], x[4 * i + 3] = C[4 * i + 3];
+      for (int i = 0; i < ROWS / 2; i++) x[i] = C[i];
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         u32 hi[4], lo[4];
@@ -396,14 +395,12 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   // Requests that fold live longer. Of a batch that a warp can look over they come first, so that none of them is among the
   // last CTAs of the launch.
   int request = blockIdx.z, length = 0, log_record = 0;
-#ifndef NO_ORDER
   if (LOG_BLOCKS && ROWS > 16 && gridDim.z <= 32) {
     const int its_length = lane < gridDim.z ? load_cursor(log_length + lane) : 0;
     const u32 folding = __ballot_sync(0xffffffffu, its_length > 0 && its_length + reserve > capacity), before = (1u << lane) - 1;
     const int rank = folding >> lane & 1 ? __popc(folding & before) : __popc(folding) + __popc(~folding & before);
     request = __ffs(__ballot_sync(0xffffffffu, rank == (int)blockIdx.z)) - 1;
   }
-#endif
   const u32 record_base = request * record_rows, first_token = request * rows;
   const int slot = load_cursor(slots + request);
   if (LOG_BLOCKS) {
@@ -435,9 +432,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   };
   auto load_rows = [&] {
     wait_for_launch_before();
-#if TRIGGER == 0
-    let_next_launch_start();
-#endif
     written_before(a), written_before(b), written_before(v);
     if (is_tree) {
 #pragma unroll
@@ -604,15 +598,12 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
   };
 
   // ---- third wave of the early, who fold their first tile while they wait ----
-#ifndef EARLY
-#define EARLY 2
-#endif
   if (early) {
-    if (LOG_BLOCKS && EARLY) {
+    if (LOG_BLOCKS) {
       copy_wait_all();
       __syncthreads();
       norms_of_log();
-      if (flush && EARLY == 2) {
+      if (flush) {
         __syncthreads();
         logged_t logged[4];
         load_log(value + 2 * g, logged);
@@ -621,13 +612,11 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     }
     load_rows();
   }
-#ifndef NO_PREFETCH
   {
     constexpr int LINES = HEADS * DIM / 64;  // 128-byte lines of one row of v
     for (int x = tid; x < rows * LINES; x += THREADS)
       prefetch((const u8*)v + (first_token + x / LINES) * (2 * v_pitch) + first_head * DIM * 2 + x % LINES * 128);
   }
-#endif
 
   // ---- gates and the decays along the paths ----
 #pragma unroll
@@ -666,7 +655,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
     const float norm = sum_over<SHARERS>(norm_of<CHUNKS / SHARERS>(memory + part * KEY_PITCH + r * 16, KEY_PITCH));
     if (tid % SHARERS == 0) small.scale[r] = factor * rsqrtf(norm + norm_eps);
   }
-  if (LOG_BLOCKS && !(EARLY && early)) norms_of_log();
+  if (LOG_BLOCKS && !early) norms_of_log();
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < ITEMS; i++)
@@ -677,9 +666,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       head.out[my_row] = from_base * small.scale[ROWS + my_row];
     }
 
-#if TRIGGER == 1
-  let_next_launch_start();
-#endif
   // ---- tiles of 64 value rows ----
 #pragma unroll 1
   for (int n = 0; n < HEADS * TILES; n++) {
@@ -701,7 +687,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         }
     };
     if (!LATE || !first_of_head) load_values();
-    const bool folds = flush && !(EARLY == 2 && early && n == 0);
+    const bool folds = flush && !(early && n == 0);
     if (LOG_BLOCKS && length > 0 && (!LATE || !first_of_head || folds)) load_log(my_value, logged);
     u32 hi[K_STEPS][4], lo[STATE_BF16 ? 1 : K_STEPS][4];  // the tile as first operands
     copy_wait_all();
@@ -803,22 +789,21 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
         const u64 rows_of_both = operand(base, 2 * j * KEY_PITCH, KEY_PITCH);
         if (j == 0) multiply<false>(both, hi[0], rows_of_both);
         else multiply(both, hi[j], rows_of_both);
-        if (!STATE_BF16) multiply(both, lo[STATE_BF16 ? 0 : j], rows_of_both);
-        continue;
-      } else
+      } else {
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) {
-        const u64 of_keys = operand(base, 2 * j * KEY_PITCH + block * BLOCK * 16, KEY_PITCH);
-        const u64 of_queries = operand(base, 2 * j * KEY_PITCH + (ROWS + block * BLOCK) * 16, KEY_PITCH);
-        if (j == 0) {
-          multiply<false>(u[block], hi[0], of_keys);
-          multiply<false>(o[block], hi[0], of_queries);
-        } else {
-          multiply(u[block], hi[j], of_keys);
-          multiply(o[block], hi[j], of_queries);
+        for (int block = 0; block < BLOCKS; block++) {
+          const u64 of_keys = operand(base, 2 * j * KEY_PITCH + block * BLOCK * 16, KEY_PITCH);
+          const u64 of_queries = operand(base, 2 * j * KEY_PITCH + (ROWS + block * BLOCK) * 16, KEY_PITCH);
+          if (j == 0) {
+            multiply<false>(u[block], hi[0], of_keys);
+            multiply<false>(o[block], hi[0], of_queries);
+          } else {
+            multiply(u[block], hi[j], of_keys);
+            multiply(o[block], hi[j], of_queries);
+          }
+          if (!STATE_BF16) multiply(u[block], lo[STATE_BF16 ? 0 : j], of_keys);
+          if (!STATE_BF16) multiply(o[block], lo[STATE_BF16 ? 0 : j], of_queries);
         }
-        if (!STATE_BF16) multiply(u[block], lo[STATE_BF16 ? 0 : j], of_keys);
-        if (!STATE_BF16) multiply(o[block], lo[STATE_BF16 ? 0 : j], of_queries);
       }
     }
     warpgroup_commit();
@@ -953,9 +938,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       });
       publish_to_products();
       __syncthreads();
-#if TRIGGER == 2
-      if (n == 0) let_next_launch_start();
-#endif
     }
 
     if (LATE && first_of_head) {
