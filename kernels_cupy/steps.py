@@ -7,8 +7,9 @@ cursors that a model keeps once per request. Its phases are functions that only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,9 @@ class Shape:
 class Step:
     """`layers` layers of one `Shape`; `phases` names what can be timed alone and, as `step`, together.
 
-    `cut` puts another plan, or the chosen one, in the place of the verification's; serial methods have none.
+    `chained_step` is the phase `step` as a model can run it: each layer but the first is chained to the layer before,
+    and may start while that one ends. With one layer it is `step` itself. `cut` puts another plan, or the chosen one,
+    in the place of the verification's; serial methods have none.
     """
 
     def __init__(self, shape: Shape, layers: int, seed: int = 0, plan: VerifyPlan | None = None) -> None:
@@ -145,6 +148,7 @@ class Step:
         pools = layer_states(cp, seed, layers, batch, heads)
         self._keep: list[Any] = [operands, outputs, pools]
         self.phases: dict[str, Callable[[], None]] = {}
+        self.chained_step: Callable[[], None] = _nothing
         self.cut: Callable[[VerifyPlan | None], None] = _one_way
         if shape.method in SERIAL_METHODS:
             self._serial(operands, outputs, pools)
@@ -154,7 +158,17 @@ class Step:
     def release(self) -> None:
         """Let go of what refers to the step: its memory would stay until the next collection."""
         self.phases.clear()
+        self.chained_step = _nothing
         self.cut = _one_way
+
+    def _step_of(self, layers: Sequence[Verification | Recurrence], finish: Callable[[], None]) -> None:
+        """Both ways to run a step: one launch per layer, then `finish`, once for all layers."""
+
+        def step(chained: bool) -> None:
+            launch_all(layers, chained)
+            finish()
+
+        self.phases["step"], self.chained_step = partial(step, False), partial(step, True)
 
     def _serial(self, operands: list[Operands], outputs: list[Any], pools: list[Any]) -> None:
         cp, shape = load_cupy(), self.shape
@@ -165,7 +179,8 @@ class Step:
                 Recurrence(heads, x, o, pool, slots, pool, slots[:, None])
                 for x, o, pool in zip(operands, outputs, pools, strict=True)
             ]
-            self.phases["verify"] = self.phases["step"] = lambda: launch_all(verify)
+            self.phases["verify"] = lambda: launch_all(verify)
+            self._step_of(verify, _nothing)
             return
         chain = shape.tree.is_chain
         table = np.arange(batch * rows, dtype=np.int32).reshape(batch, rows)
@@ -196,12 +211,7 @@ class Step:
                 scatter(self.accepted)
 
             self.phases["commit"] = commit
-
-        def step() -> None:
-            launch_all(verify)
-            commit()
-
-        self.phases["step"] = step
+        self._step_of(verify, commit)
 
     def _closed_form(
         self, operands: list[Operands], outputs: list[Any], pools: list[Any], plan: VerifyPlan | None
@@ -248,14 +258,14 @@ class Step:
                     alone.extend(verifications(idle, plan))
                 launch_all(alone)
 
-            def step() -> None:
-                launch_all(verify)
+            def commit() -> None:
                 if log:
                     log.advance(self.accepted, self.masks)
                 else:
                     fold.path(self.accepted, self.masks)
 
-            self.phases |= {"verify": verify_alone, "step": step}
+            self.phases["verify"] = verify_alone
+            self._step_of(verify, commit)
 
         self.cut = cut
         cut(plan)
@@ -265,10 +275,18 @@ def _one_way(plan: VerifyPlan | None) -> None:
     raise UsageError("a serial method has one way to run; no plan fits it")
 
 
-def launch_all(launches: list[Any]) -> None:
-    """A pass over the layers: each launch but the first is chained to the one of the layer before."""
-    for layer, launch in enumerate(launches):
-        launch(chained=layer > 0)
+def _nothing() -> None:
+    """What is once for all layers of a method that has no such launch."""
+
+
+def launch_all(layers: Sequence[Verification | Recurrence], chained: bool = False) -> None:
+    """A pass over the layers; `chained`, each launch but the first is chained to that of the layer before.
+
+    The layer before writes none of this one's states and records, and the cursors of all layers change after the last
+    only, so a chained launch may read them early.
+    """
+    for layer, launch in enumerate(layers):
+        launch(chained and layer > 0)
 
 
 def accepted_rows(shape: Shape) -> NDArray[np.int32]:
