@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from kernels_cupy.compiler import load_cupy
+from kernels_cupy.compiler import PTX_VARIABLE, load_cupy
 from lab.errors import LaunchError, MissingError
 
 
@@ -18,9 +19,9 @@ class Launch:
 
     `chained` lets it start while the launch before it in the stream still runs (programmatic dependent launch): until
     that one has ended, it reads only what is older, such as its states and its log. The launch before must not write
-    those, and the kernel must wait for it (`wait_for_launch_before` in common.cuh). `arguments` are CuPy arrays and
-    NumPy scalars. `early_ctas`, if given, is how many CTAs run at a time: the kernel's last argument, 0 where the
-    launch is not chained.
+    those, and the kernel must wait for it (`wait_for_launch_before` in common.cuh). GPUs before Hopper launch one
+    after another all the same. `arguments` are CuPy arrays and NumPy scalars. `early_ctas`, if given, is how many CTAs
+    run at a time: the kernel's last argument, 0 where the launch is not chained.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Launch:
         self._chained: _Chained | None = None  # made when first wanted
 
     def __call__(self, chained: bool = False) -> None:
-        if not chained:
+        if not (chained and chains_here()):
             self._kernel(self._grid, (self._threads,), self._arguments, shared_mem=self._shared_bytes)
             return
         if self._chained is None:
@@ -73,6 +74,13 @@ def driver_value(argument: Any) -> Any:
     if hasattr(argument, "data") and hasattr(argument.data, "ptr"):
         return ctypes.c_void_p(argument.data.ptr)
     return np.ctypeslib.as_ctypes_type(argument.dtype)(argument.item())
+
+
+@cache
+def chains_here() -> bool:
+    """Whether the current GPU, and what is compiled for it, has launches that start early (`griddepcontrol`)."""
+    capabilities = (load_cupy().cuda.Device().compute_capability, os.environ.get(PTX_VARIABLE))
+    return all(int(capability) >= 90 for capability in capabilities if capability)
 
 
 @cache

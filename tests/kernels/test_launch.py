@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kernels_cupy import launch
-from kernels_cupy.compiler import LAUNCHED
-from kernels_cupy.launch import Launch, driver_value, load_driver
+from kernels_cupy.compiler import LAUNCHED, PTX_VARIABLE
+from kernels_cupy.launch import Launch, chains_here, driver_value, load_driver
 from lab.errors import LaunchError, MissingError, exit_code
 
 ARRAY = SimpleNamespace(data=SimpleNamespace(ptr=0x7F00_0000_1000))
@@ -56,14 +56,24 @@ class FakeKernel:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def capability() -> str:
+    return "90"
+
+
+@pytest.fixture
+def streams(capability: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The current stream is the last of the list."""
     found = [5]
-    cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=found[-1]))
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: SimpleNamespace(ptr=found[-1]),
+        Device=lambda: SimpleNamespace(compute_capability=capability),
+    )
     monkeypatch.setattr(launch, "load_cupy", lambda: SimpleNamespace(cuda=cuda))
-    load_driver.cache_clear()
+    for cached in (load_driver, chains_here):
+        cached.cache_clear()
     yield found
-    load_driver.cache_clear()
+    for cached in (load_driver, chains_here):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -115,6 +125,25 @@ def test_every_call_goes_to_the_stream_that_is_current_then(driver: FakeDriver, 
         streams.append(stream)
         run(chained=True)
     assert [config.hStream for config, _, _ in driver.launches] == [5, 9, 5]
+
+
+@pytest.mark.parametrize(("capability", "ptx"), [("80", None), ("89", None), ("90", "80")])
+def test_without_early_launches_a_chained_one_is_like_any_other(
+    driver: FakeDriver, ptx: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ptx:
+        monkeypatch.setenv(PTX_VARIABLE, ptx)
+    kernel = FakeKernel()
+    Launch(kernel, (1,), 32, (), early_ctas=264)(chained=True)
+    assert kernel.calls == [((1,), (32,), (0,), 0)]
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("capability", ["90", "100", "120"])
+def test_hopper_and_later_gpus_chain(driver: FakeDriver) -> None:
+    kernel = FakeKernel()
+    Launch(kernel, (1,), 32, ())(chained=True)
+    assert (len(kernel.calls), len(driver.launches)) == (0, 1)
 
 
 @pytest.mark.parametrize(
