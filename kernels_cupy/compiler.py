@@ -42,8 +42,8 @@ ARCHITECTURES = {"wide.cu": "sm_90a"}
 #: What the kernels of the state methods are launched from, beside their CUDA sources.
 LAUNCHED = (
     *(f"src/{name}.cu" for name in ("commit", "cursors", "lanes", "serial", "stream", "verify", "wide")),
-    "src/common.cuh", "arrays.py", "choice.py", "closed_form.py", "lanes_plans.py", "plans.py", "serial.py",
-    "wide_plans.py",
+    "src/common.cuh", "arrays.py", "choice.py", "closed_form.py", "lanes_plans.py", "launch.py",
+    "plans.py", "serial.py", "wide_plans.py",
 )  # fmt: skip
 #: What lays out and times a measurement of them.
 TIMED = ("fill.py", "problems.py", "steps.py", "timer.py")

@@ -6,7 +6,8 @@ the kernels as a GPU of compute capability 8.0 would have them, without newer in
 Each case runs several steps of `verify` and `commit` in a closed loop on a batch with a tree of its own for every
 request, random acceptances (also none), padding, and outputs and scratch that hold NaN before. Errors are relative: u
 and states in the Frobenius norm of a request's head; outputs as what exceeds bf16 rounding, against the row's largest
-value (at least |S| |q|, spread evenly).
+value (at least |S| |q|, spread evenly). Chained launches are then held against launches one after another
+(`chained.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from kernels_cupy import commandline, reference
+from kernels_cupy import chained, commandline, reference
 from kernels_cupy.arrays import state_bits
 from kernels_cupy.choice import candidates, runs_here
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
 from kernels_cupy.lanes_plans import LanesPlan
+from kernels_cupy.launch import load_driver
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import log_in_bf16, verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
@@ -365,6 +367,7 @@ def main() -> int:
     if options.ptx:
         os.environ[PTX_VARIABLE] = str(options.ptx)  # the processes of both pools inherit it
     load_cupy()
+    load_driver()
     start = time.perf_counter()
     wanted = [case for case in cases(options.trees, options.quick) if case.plan is None or runs_here(case.plan)]
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
@@ -379,12 +382,15 @@ def main() -> int:
     for name, group in summary.items():
         words = {key: f"{value:.2e}" if isinstance(value, float) else value for key, value in group.items()}
         print(f"{name:22}", words)
+    in_chains = chained.records(options.quick, options.processes)
+    unlike = chained.report(in_chains)
     print(f"{len(record)} cases, {red} red, {time.perf_counter() - start:.0f} s")
     if options.out:
         device = device_record()["name"] + (f", compiled for compute_{options.ptx}" if options.ptx else "")
         result = {"device": device, "kernel_hash": kernel_hash(), "summary": summary, "cases": record}
+        result["chained"] = in_chains
         options.out.write_text(record_text(result), encoding="utf-8")
-    return int(red > 0)
+    return int(red + unlike > 0)
 
 
 def record_text(record: dict[str, Any]) -> str:

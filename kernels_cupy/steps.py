@@ -7,8 +7,9 @@ cursors that a model keeps once per request. Its phases are functions that only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,10 +130,15 @@ class Shape:
 class Step:
     """`layers` layers of one `Shape`; `phases` names what can be timed alone and, as `step`, together.
 
-    `cut` puts another plan, or the chosen one, in the place of the verification's; serial methods have none.
+    `chained_step` is the phase `step` as a model can run it: each layer but the first is chained to the layer before,
+    and may start while that one ends. With one layer it is `step` itself. `cut` puts another plan, or the chosen one,
+    in the place of the verification's; serial methods have none. `fed`: q, k and v of a layer are what the layer before
+    puts out, so that a launch which reads them too early gives something else.
     """
 
-    def __init__(self, shape: Shape, layers: int, seed: int = 0, plan: VerifyPlan | None = None) -> None:
+    def __init__(
+        self, shape: Shape, layers: int, seed: int = 0, plan: VerifyPlan | None = None, fed: bool = False
+    ) -> None:
         cp, heads, batch, tree = load_cupy(), shape.heads, shape.batch, shape.tree
         self.shape, self.num_layers = shape, layers
         rng = np.random.default_rng(seed)
@@ -143,18 +149,40 @@ class Step:
         operands = layer_operands(cp, seed, layers, batch, rows, heads)
         outputs = layer_outputs(cp, layers, batch, rows, heads)
         pools = layer_states(cp, seed, layers, batch, heads)
+        if fed:
+            operands[1:] = [fed_by(x, before, heads) for x, before in zip(operands[1:], outputs, strict=False)]
         self._keep: list[Any] = [operands, outputs, pools]
+        self._written: dict[str, list[Any]] = {"output": outputs, "state": pools}
         self.phases: dict[str, Callable[[], None]] = {}
+        self.chained_step: Callable[[], None] = _nothing
         self.cut: Callable[[VerifyPlan | None], None] = _one_way
         if shape.method in SERIAL_METHODS:
             self._serial(operands, outputs, pools)
         else:
             self._closed_form(operands, outputs, pools, plan)
 
+    def arrays(self) -> dict[str, Any]:
+        """All that a step writes, by name: outputs, states and records of every layer, and what layers share."""
+        return {
+            f"{name} of layer {i}" if len(arrays) == self.num_layers else name: array
+            for name, arrays in self._written.items()
+            for i, array in enumerate(arrays)
+        }
+
     def release(self) -> None:
         """Let go of what refers to the step: its memory would stay until the next collection."""
         self.phases.clear()
+        self.chained_step = _nothing
         self.cut = _one_way
+
+    def _step_of(self, layers: Sequence[Verification | Recurrence], finish: Callable[[], None]) -> None:
+        """Both ways to run a step: one launch per layer, then `finish`, once for all layers."""
+
+        def step(chained: bool) -> None:
+            launch_all(layers, chained)
+            finish()
+
+        self.phases["step"], self.chained_step = partial(step, False), partial(step, True)
 
     def _serial(self, operands: list[Operands], outputs: list[Any], pools: list[Any]) -> None:
         cp, shape = load_cupy(), self.shape
@@ -165,7 +193,8 @@ class Step:
                 Recurrence(heads, x, o, pool, slots, pool, slots[:, None])
                 for x, o, pool in zip(operands, outputs, pools, strict=True)
             ]
-            self.phases["verify"] = self.phases["step"] = lambda: launch_all(verify)
+            self.phases["verify"] = lambda: launch_all(verify)
+            self._step_of(verify, _nothing)
             return
         chain = shape.tree.is_chain
         table = np.arange(batch * rows, dtype=np.int32).reshape(batch, rows)
@@ -178,7 +207,7 @@ class Step:
             nodes = [cp.zeros((batch, rows, *pool.shape[1:]), pool.dtype) for pool in pools]
         committed = cp.asnumpy(self.slots)[:, None] + (batch * rows if chain else 0)
         slot_table = cp.asarray(np.concatenate([table, committed], axis=1).astype(np.int32))
-        self._keep += [nodes, slot_table]
+        self._written |= {"slots": [slot_table]} if chain else {"row's states": nodes, "slots": [slot_table]}
         parent = None if chain else cp.asarray(shape.tree.parent_array())
         verify = [
             Recurrence(heads, x, o, pool, slot_table[:, -1], node, slot_table, parent)
@@ -196,12 +225,7 @@ class Step:
                 scatter(self.accepted)
 
             self.phases["commit"] = commit
-
-        def step() -> None:
-            launch_all(verify)
-            commit()
-
-        self.phases["step"] = step
+        self._step_of(verify, commit)
 
     def _closed_form(
         self, operands: list[Operands], outputs: list[Any], pools: list[Any], plan: VerifyPlan | None
@@ -230,6 +254,9 @@ class Step:
         else:
             self.phases["commit"] = lambda: fold.path(self.accepted, self.masks)
         self._keep += [layers, log, idle]
+        self._written |= {name: [getattr(layer, name) for layer in layers] for name in ("u", "k", "g")}
+        if log:
+            self._written |= {"log rows": [log.row_list], "log length": [log.length]}
 
         def verifications(log: Log | None, plan: VerifyPlan | None) -> list[Verification]:
             return [
@@ -248,14 +275,14 @@ class Step:
                     alone.extend(verifications(idle, plan))
                 launch_all(alone)
 
-            def step() -> None:
-                launch_all(verify)
+            def commit() -> None:
                 if log:
                     log.advance(self.accepted, self.masks)
                 else:
                     fold.path(self.accepted, self.masks)
 
-            self.phases |= {"verify": verify_alone, "step": step}
+            self.phases["verify"] = verify_alone
+            self._step_of(verify, commit)
 
         self.cut = cut
         cut(plan)
@@ -265,10 +292,23 @@ def _one_way(plan: VerifyPlan | None) -> None:
     raise UsageError("a serial method has one way to run; no plan fits it")
 
 
-def launch_all(launches: list[Any]) -> None:
-    """A pass over the layers: each launch but the first is chained to the one of the layer before."""
-    for layer, launch in enumerate(launches):
-        launch(chained=layer > 0)
+def _nothing() -> None:
+    """What is once for all layers of a method that has no such launch."""
+
+
+def launch_all(layers: Sequence[Verification | Recurrence], chained: bool = False) -> None:
+    """A pass over the layers; `chained`, each launch but the first is chained to that of the layer before.
+
+    The layer before writes none of this one's states and records, and the cursors of all layers change after the last
+    only, so a chained launch may read them early.
+    """
+    for layer, launch in enumerate(layers):
+        launch(chained and layer > 0)
+
+
+def fed_by(operands: Operands, output: Any, heads: LayerHeads) -> Operands:
+    """The operands with v, and with as many heads as they have q and k, of another layer's output `[B, N, HV, V]`."""
+    return replace(operands, q=output[..., : heads.key_heads, :], k=output[..., -heads.key_heads :, :], v=output)
 
 
 def accepted_rows(shape: Shape) -> NDArray[np.int32]:

@@ -1,6 +1,7 @@
 """Errors that the command line turns into one clear sentence.
 
-`UsageError` ends a command with exit code 2 (unusable input), `MissingError` with 3 (a device or an extra is missing).
+`UsageError` ends a command with exit code 2 (unusable input), `MissingError` and `LaunchError` with 3 (a device or an
+extra is missing, or the device's driver refuses).
 A message names the field, the value found and what is allowed, so that the reader knows what to change.
 """
 
@@ -29,6 +30,10 @@ class MissingError(RuntimeError):
     """A device, a tool or an optional dependency that the request needs is not there."""
 
 
+class LaunchError(RuntimeError):
+    """The driver refused to launch a kernel; the message has the driver's word for why."""
+
+
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command line and return its exit code; a known error becomes one sentence on stderr."""
     try:
@@ -37,6 +42,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return _failed(f"error: {error}", 2)
     except MissingError as error:
         return _failed(f"missing: {error}", 3)
+    except LaunchError as error:
+        return _failed(f"error: {error}", 3)
     except InterruptedSweepError as error:
         return _failed(f"interrupted: {error}", 130)
     except BrokenPipeError:

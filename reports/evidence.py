@@ -41,6 +41,27 @@ def gate(folder: Path = H200) -> list[dict[str, Any]]:
     return [{"name": name, **worst} for name, worst in summary.items()]
 
 
+def chained(folder: Path = H200) -> str:
+    """What the gate found of chained launches, in a sentence; nothing where it ran none."""
+    found = json.loads((folder / "gate.json").read_text(encoding="utf-8")).get("chained")
+    if not found:
+        return ""
+    red = [entry for entry in found if entry["differs"]]
+    if not red:
+        return (
+            f"Chained launches wrote what the same launches write one after another, bit for bit, in all {len(found)} "
+            "cases that were compared."
+        )
+    places = "; ".join(
+        f"{entry['method']} {entry['tree']}, batch {entry['batch']}, heads {entry['heads']}, {entry['state_dtype']}"
+        for entry in red
+    )
+    return (
+        f"**Chained launches differ from the same launches one after another in {len(red)} of {len(found)} cases** "
+        f"({places})."
+    )
+
+
 def drift(folder: Path = H200) -> list[dict[str, Any]]:
     """State error over a closed loop of 10,000 steps, by decay, tree and method, with the ratio to plain fp32."""
     rows = [row for row in _loops(folder) if row["state_dtype"] == "float32"]

@@ -1,8 +1,8 @@
 """Measured steps of the kernels beside their targets, the strongest public kernels and the time of their bytes.
 
 A cell is `treelog` with one tree and batch at heads 16/32 of 128: plain decoding, chains and binary trees. Targets and
-public times are `lab/data/kernel_targets.csv`, measured times the rows of a profile: phase `step`, timer `graph`, µs a
-layer.
+public times are `lab/data/kernel_targets.csv`, measured times the rows of a profile: phase `step`, µs a layer, timer
+`chained` where the profile has such rows, with those of timer `graph` beside them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kernel at one batch. Times are µs per layer; None where the profile has no time."""
+    """One kernel at one batch. Times are µs per layer; None where the profile has no time.
+
+    `measured_us` is judged. `alone_us` is the time of launches one after another beside that of chained ones; None in a
+    profile without chained steps, whose times are all of launches one after another.
+    """
 
     kernel: Kernel
     state_dtype: str
@@ -55,14 +59,22 @@ class Cell:
     public_kernel: str
     measured_us: float | None
     bytes_moved: int
+    alone_us: float | None = None
 
     @property
     def verdict(self) -> Verdict:
-        if self.measured_us is None:
+        return self._verdict(self.measured_us)
+
+    @property
+    def alone_verdict(self) -> Verdict:
+        return self._verdict(self.alone_us)
+
+    def _verdict(self, time_us: float | None) -> Verdict:
+        if time_us is None:
             return "not measured"
-        if self.measured_us > self.public_us:
+        if time_us > self.public_us:
             return "slower than public"
-        return "met" if self.measured_us <= self.target_us else "missed"
+        return "met" if time_us <= self.target_us else "missed"
 
     def floor_us(self, bytes_per_s: float) -> float:
         """Time of the cell's bytes at a bandwidth."""
@@ -70,10 +82,10 @@ class Cell:
 
 
 class Steps:
-    """Steps of a profile by method, tree, state type, heads and batch."""
+    """Steps of a profile with one timer, by method, tree, state type, heads and batch."""
 
-    def __init__(self, rows: Iterable[KernelRow]) -> None:
-        self.rows = tuple(row for row in rows if (row.phase, row.timer, row.head_dim) == ("step", "graph", HEAD_DIM))
+    def __init__(self, rows: Iterable[KernelRow], timer: str = "graph") -> None:
+        self.rows = tuple(row for row in rows if (row.phase, row.timer, row.head_dim) == ("step", timer, HEAD_DIM))
         self._by_place: Mapping[tuple[object, ...], KernelRow] = {
             (row.method, row.tree, row.state_dtype, row.key_heads, row.value_heads, row.batch): row for row in self.rows
         }
@@ -86,12 +98,13 @@ class Steps:
         return row if row and row.latency_us_p50 is not None else None
 
 
-def cells(steps: Steps) -> list[Cell]:
-    """All cells of `kernel_targets.csv`, in its order."""
+def cells(alone: Steps, chained: Steps) -> list[Cell]:
+    """All cells of `kernel_targets.csv`, in its order; those of `alone` are judged where the profile has no others."""
     found = []
     for line in read_csv("kernel_targets.csv").iter_rows(named=True):
         kernel = Kernel.of(line["kind"], line["rows"])
-        row = steps.at(kernel.method, kernel.tree, line["state_dtype"], line["batch"])
+        place = (kernel.method, kernel.tree, line["state_dtype"], line["batch"])
+        row, beside = (chained.at(*place), alone.at(*place)) if chained.rows else (alone.at(*place), None)
         found.append(
             Cell(
                 kernel,
@@ -102,6 +115,7 @@ def cells(steps: Steps) -> list[Cell]:
                 line["public_kernel"],
                 row.latency_us_p50 if row else None,
                 row.bytes_moved if row else 0,
+                beside.latency_us_p50 if beside else None,
             )
         )
     return found

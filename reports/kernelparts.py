@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.data import read_csv
 from lab.profiles.folders import ROWS_FILE
-from lab.profiles.rows import read_rows
+from lab.profiles.rows import KernelRow, read_rows
 from reports import evidence
 from reports.kernelcells import (
     HEADS,
@@ -28,6 +28,13 @@ from reports.roofline import TENSOR_FLOPS
 
 STATES = {"float32": "fp32", "bfloat16": "bf16"}
 NONE = "–"
+#: What the times of a profile with chained steps are.
+CHAINED = (
+    "These are times of *chained* launches: the launch before is that of another layer, of the same kernel, and a "
+    "layer's launch starts before it ends. State and log are asked for by then, q, k, v and gates only when it has "
+    "ended. *Alone* is the time of the same launches one after another. The public kernels' times are of launches "
+    "without it."
+)
 #: What the gate judges: the factors u, the outputs of a verification, the committed states.
 ERROR_KINDS = ("u", "output", "state")
 
@@ -48,12 +55,26 @@ class Record:
         return float(self.device["copy_bandwidth_bytes_per_s"])
 
     @cached_property
+    def rows(self) -> tuple[KernelRow, ...]:
+        return read_rows(self.folder / ROWS_FILE)
+
+    @cached_property
     def steps(self) -> Steps:
-        return Steps(read_rows(self.folder / ROWS_FILE))
+        """Steps whose launches run one after another."""
+        return Steps(self.rows)
+
+    @cached_property
+    def chained_steps(self) -> Steps:
+        return Steps(self.rows, "chained")
 
     @cached_property
     def cells(self) -> list[Cell]:
-        return cells(self.steps)
+        return cells(self.steps, self.chained_steps)
+
+    @property
+    def chained(self) -> bool:
+        """Whether cells are judged by chained steps, and have a time alone beside that."""
+        return bool(self.chained_steps.rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -90,29 +111,38 @@ def score(record: Record) -> str:
     )
     if missing := found["not measured"]:
         text += f" {missing} have no time in this profile."
+    if record.chained:
+        alone = Counter(cell.alone_verdict for cell in record.cells)
+        text += f" Alone, {alone['met']} meet it and {alone['slower than public']} are slower.\n\n{CHAINED}"
     rows = []
     for state, name in STATES.items():
         for kernel, line in grid(record.cells, state).items():
             verdicts = Counter(cell.verdict for cell in line)
             gains = [cell.public_us / cell.measured_us for cell in line if cell.measured_us]
             gain = f"{min(gains):.2f} to {max(gains):.2f}" if gains else NONE
-            counts = (verdicts[verdict] for verdict in ("met", "missed", "slower than public"))
+            counts = [verdicts["met"], verdicts["missed"], verdicts["slower than public"]]
+            if record.chained:
+                counts.insert(1, sum(cell.alone_verdict == "met" for cell in line))
             rows.append((f"{name} state, {kernel.title}", *(str(count or NONE) for count in counts), gain))
-    header = ("cells", "met", "missed, faster than public", "slower than public", "public time over ours")
+    met = ("met", "met alone") if record.chained else ("met",)
+    header = ("cells", *met, "missed, faster than public", "slower than public", "public time over ours")
     return f"{text}\n\n{table(header, rows)}"
 
 
 def targets(state: str) -> Callable[[Record], str]:
     """The table of cells of a state type."""
 
+    def over_target(cell: Cell, time_us: float) -> str:
+        ratio = f"{time_us / cell.target_us:.2f}"
+        return f"{time_us / cell.target_us:.3f}" if ratio == "1.00" else ratio
+
     def cell_text(cell: Cell) -> str:
         public = f"{cell.public_us:g} {cell.public_kernel}"
+        alone = f"<br>alone {us(cell.alone_us)} = {over_target(cell, cell.alone_us)}" if cell.alone_us else ""
         if cell.measured_us is None:
-            return f"not measured / {cell.target_us:g}<br>{public}"
-        ratio = f"{cell.measured_us / cell.target_us:.2f}"
-        if ratio == "1.00":
-            ratio = f"{cell.measured_us / cell.target_us:.3f}"
-        return f"**{us(cell.measured_us)}** / {cell.target_us:g} = {ratio}<br>{cell.verdict}<br>{public}"
+            return f"not measured / {cell.target_us:g}{alone}<br>{public}"
+        ratio = over_target(cell, cell.measured_us)
+        return f"**{us(cell.measured_us)}** / {cell.target_us:g} = {ratio}{alone}<br>{cell.verdict}<br>{public}"
 
     def part(record: Record) -> str:
         lines = grid(record.cells, state)
@@ -169,7 +199,9 @@ def errors(record: Record) -> str:
             f"{worst[kind]:.1e} / {limits[method, state][kind]:.0e}" if kind in worst else NONE for kind in ERROR_KINDS
         )
         rows.append((method, STATES[state], *values, str(worst["trees"])))
-    return table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
+    found = table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
+    chained = evidence.chained(record.folder)
+    return f"{found}\n\n{chained}" if chained else found
 
 
 def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:

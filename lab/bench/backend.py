@@ -37,7 +37,6 @@ class Backend(Protocol):
 
     name: str
     methods: tuple[str, ...]
-    timers: tuple[str, ...]
     #: Processes that may compile, and compute the oracle's runs, while the device is measured.
     host_processes: int
 
@@ -61,6 +60,9 @@ class Backend(Protocol):
 
     def phases(self, point: Point) -> tuple[str, ...]:
         """Phases that can be timed, in the order of `lab.profiles.rows.PHASES`."""
+
+    def timers(self, phase: str) -> tuple[str, ...]:
+        """Timers that `measure` has for the phase, in the order of `lab.profiles.rows.TIMERS`."""
 
     def bytes_moved(self, point: Point, phase: str) -> float:
         """Bytes that the phase moves per layer by the method's law, all requests."""

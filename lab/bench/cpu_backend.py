@@ -41,7 +41,6 @@ class CpuBackend:
 
     name = "cpu"
     methods = tuple(SESSIONS)
-    timers: tuple[str, ...] = ("eager",)
     host_processes = 1
 
     def prepare(self, points: Sequence[Point]) -> None:
@@ -71,6 +70,9 @@ class CpuBackend:
         commit = ("commit",) if point.method in launches_commit else ()
         flush = ("flush",) if point.method in DEFERRED else ()
         return ("verify", *commit, *flush, "step")
+
+    def timers(self, phase: str) -> tuple[str, ...]:
+        return ("eager",)
 
     def bytes_moved(self, point: Point, phase: str) -> float:
         """By the laws of `lab.methods`, whatever types this backend keeps records in."""

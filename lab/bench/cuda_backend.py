@@ -17,6 +17,7 @@ from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
+from kernels_cupy.launch import load_driver
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.problems import LOG_METHODS, verification_problem
 from kernels_cupy.sessions import SESSIONS, CudaSession
@@ -28,7 +29,7 @@ from lab.bench.timer import AnyOf, MedianSpread, TimeLimit, Timing
 from lab.bf16 import to_bits
 from lab.methods import SERIAL_METHODS
 from lab.methods.protocol import Operands, SessionSpec
-from lab.profiles.rows import PHASES
+from lab.profiles.rows import PHASES, TIMERS
 
 #: Largest relative errors: bfloat16 outputs; then what rounding states (or records) to bfloat16 adds.
 SINGLE = GateErrors(4e-3, 1e-5)
@@ -38,6 +39,9 @@ GATE_BATCH = 5
 #: Layers cover at least this many times the L2 cache, which does not forget in the order of use.
 CACHE_COVER = 4
 MAX_LAYERS = 512
+#: Layers of a pass at least, as a model's follow one another; what a step does once for all layers is shared by them.
+#: So many only if they take half of the device's memory at most.
+PASS_LAYERS = 8
 #: Below so many requests, steps differ in how many of them flush: a sample is then a whole cycle of the logs.
 FEW_REQUESTS = 64
 #: Device memory that stays in CuPy's pool between points.
@@ -45,14 +49,18 @@ POOL_BYTES = 8 << 30
 
 
 class CudaBackend:
-    """Kernels of `kernels_cupy` on the current GPU; `eager` adds timings without a CUDA graph."""
+    """Kernels of `kernels_cupy` on the current GPU; `eager` adds timings without a CUDA graph.
+
+    A whole step is timed twice in a graph: layer after layer, and with each layer chained to the one before.
+    """
 
     name = "cuda"
     methods: tuple[str, ...] = CUDA_METHODS
 
     def __init__(self, eager: bool = False) -> None:
         load_cupy()
-        self.timers: tuple[str, ...] = ("graph", "eager") if eager else ("graph",)
+        load_driver()
+        self.eager = eager
         self.host_processes = 1 if eager else max(1, min(len(os.sched_getaffinity(0)) - 1, 12))  # eager times the host
 
     def prepare(self, points: Sequence[Point]) -> None:
@@ -95,8 +103,7 @@ class CudaBackend:
         """Layers must fit 90 % of the free memory, that of CuPy's pool included."""
         cp = load_cupy()
         shape = shape_of(point)
-        copies = 2 if point.method == "storeall" else 1
-        needed = copies * self.layers(shape) * shape.layer_bytes()
+        needed = allocated_bytes(shape, self.layers(shape))
         free = cp.cuda.runtime.memGetInfo()[0] + cp.get_default_memory_pool().free_bytes()
         if needed > 0.9 * free:
             return (
@@ -115,6 +122,10 @@ class CudaBackend:
         }
         return tuple(phase for phase in PHASES if has[phase])
 
+    def timers(self, phase: str) -> tuple[str, ...]:
+        timed = {"graph": True, "chained": phase == "step", "eager": self.eager}
+        return tuple(timer for timer in TIMERS if timed[timer])
+
     def bytes_moved(self, point: Point, phase: str) -> float:
         return shape_of(point).bytes_moved(phase)
 
@@ -128,9 +139,10 @@ class CudaBackend:
             step = Step(shape, layers, plan=self.variant(point))  # the plan that was gated
             for phase in phases:
                 calls = cycle_of(shape) if phase == "step" else 1
-                for name in self.timers:
-                    timed = timer.time_graph if name == "graph" else timer.time_eager
-                    samples = timed(step.phases[phase], enough, calls)
+                for name in self.timers(phase):
+                    timed = timer.time_eager if name == "eager" else timer.time_graph
+                    launch = step.chained_step if name == "chained" else step.phases[phase]
+                    samples = timed(launch, enough, calls)
                     yield PhaseTiming(phase, name, Timing.of([sample / layers for sample in samples]))
             step.release()
         finally:
@@ -150,14 +162,22 @@ class CudaBackend:
         return device.clocks()
 
     def layers(self, shape: Shape) -> int:
-        """Layers that a pass goes over, so that it finds none of them in the L2 cache."""
-        cache_bytes = load_cupy().cuda.Device().attributes["L2CacheSize"]
-        return min(max(int(-(-CACHE_COVER * cache_bytes // shape.layer_bytes())), 8), MAX_LAYERS)
+        """Layers that a pass goes over: none is in the L2 cache, and they are `PASS_LAYERS` at least if so many fit."""
+        cuda = load_cupy().cuda
+        covering = int(-(-CACHE_COVER * cuda.Device().attributes["L2CacheSize"] // shape.layer_bytes()))
+        fitting = int(cuda.runtime.memGetInfo()[1] / 2 // allocated_bytes(shape, 1))
+        return min(max(covering, min(PASS_LAYERS, fitting)), MAX_LAYERS)
 
 
 def shape_of(point: Point) -> Shape:
     """The point as `kernels_cupy.steps` lays it out."""
     return Shape(point.method, point.heads, point.batch, point.tree)
+
+
+def allocated_bytes(shape: Shape, layers: int) -> float:
+    """Device memory that a `Step` takes at most while it is made: storeall copies its states once."""
+    copies = 2 if shape.method == "storeall" else 1
+    return copies * layers * shape.layer_bytes()
 
 
 def cycle_of(shape: Shape) -> int:

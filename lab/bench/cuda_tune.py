@@ -1,4 +1,7 @@
-"""Times every plan of one point on the current GPU: the same buffers, cut again and again."""
+"""Times every plan of one point on the current GPU: the same buffers, cut again and again.
+
+A plan's time is that of the chained step, for a model runs layer after layer.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class CudaTuner:
         try:
             for plan in plans:
                 step.cut(plan)
-                times[plan.name] = median_step(timer.time_graph(step.phases["step"], enough), cycle) / layers
+                times[plan.name] = median_step(timer.time_graph(step.chained_step, enough), cycle) / layers
         finally:
             step.release()
             del step

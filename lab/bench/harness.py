@@ -52,7 +52,7 @@ def run_bench(
             point.key(phase, timer) in have
             for phase in backend.phases(point)
             if phase in phases
-            for timer in backend.timers
+            for timer in backend.timers(phase)
         )
     ]
     result.left_out = len(todo)
@@ -119,7 +119,7 @@ def _measure_point(
         excess = errors.excess(backend.limits(point))
         if excess is not None:
             result.red.append(f"{point}: {excess}")
-            rows = [_bare(backend, point, phase, timer, errors) for phase in phases for timer in backend.timers]
+            rows = [_bare(backend, point, phase, timer, errors) for phase in phases for timer in backend.timers(phase)]
         else:
             rows = [
                 _timed(_bare(backend, point, phase, timer, errors), timing, bandwidth, highest is not None)

@@ -17,6 +17,7 @@ _PACKAGES = (
     "altair",
     "vl-convert-python",
     "cupy-cuda13x",
+    "cuda-bindings",
     "nvidia-ml-py",
 )
 
@@ -96,10 +97,12 @@ def _nvrtc() -> str:
 def _gpu_kernels() -> str:
     """Whether the CUDA kernels can be launched, or what they lack."""
     from kernels_cupy.compiler import load_cupy
+    from kernels_cupy.launch import load_driver
     from lab.errors import MissingError
 
     try:
         load_cupy()
+        load_driver()
     except MissingError as error:
         return f"not available: {error}"
     return "ready: treewy bench --backend cuda"

@@ -68,13 +68,13 @@ class KernelProfile:
 
     @cached_property
     def points(self) -> dict[GridKey, dict[tuple[int, int], float]]:
-        """Step times by (batch, rows) of every grid; graph replays where both timers ran.
+        """Step times by (batch, rows) of every grid; graph replays where they were timed, else eager calls.
 
-        Two trees of one size count with their mean.
+        Chained steps do not count: they are a row's second time. Two trees of one size count with their mean.
         """
         timed: dict[GridKey, dict[str, dict[tuple[int, int], list[float]]]] = {}
         for row in self.rows:
-            if row.phase == "step" and row.latency_us_p50 is not None:
+            if row.phase == "step" and row.timer != "chained" and row.latency_us_p50 is not None:
                 for chain in (True, False) if row.rows == 1 else (row.is_chain,):
                     key = GridKey(
                         row.method, row.key_heads, row.value_heads, row.head_dim, row.state_dtype, chain

@@ -24,7 +24,11 @@ from lab.trees import parse_tree
 
 PhaseName = Literal["verify", "commit", "flush", "step"]
 PHASES: tuple[str, ...] = get_args(PhaseName)
-TIMERS = ("graph", "eager")
+#: How a row was timed: replays of a CUDA graph with one launch after another (`graph`); the same with every layer but
+#: the first chained to the layer before, so that it starts while that one ends (`chained`, phase `step` only); calls
+#: from Python (`eager`).
+TimerName = Literal["graph", "chained", "eager"]
+TIMERS: tuple[str, ...] = get_args(TimerName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,8 @@ def _problems(row: KernelRow) -> Iterator[str]:
     ):  # fmt: skip
         if getattr(row, name) not in allowed:
             yield f"{name} is {getattr(row, name)!r}; allowed are {', '.join(allowed)}"
+    if row.timer == "chained" and row.phase != "step":
+        yield f"timer is 'chained' and phase {row.phase!r}; only phase 'step' is timed chained"
     if min(row.key_heads, row.value_heads, row.head_dim, row.batch, row.rows) < 1:
         yield "heads, head_dim, batch and rows must be at least 1"
     if row.value_heads % row.key_heads:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from kernels_cupy.plans import MAX_SHARED_BYTES, VerifyPlan
 from kernels_cupy.steps import CUDA_METHODS, Shape
 from lab.bench import cuda_backend
 from lab.bench.backend import Effort
-from lab.bench.cuda_backend import GATE_BATCH, POOL_BYTES, CudaBackend, problem_of
+from lab.bench.cuda_backend import GATE_BATCH, PASS_LAYERS, POOL_BYTES, CudaBackend, allocated_bytes, problem_of
 from lab.bench.points import Point
 from lab.bench.reference import References
 from lab.bf16 import from_bits, to_bits
@@ -71,13 +73,15 @@ class FakeStep:
 
     made: list[tuple[Shape, int]] = []  # noqa: RUF012
     plans: list[VerifyPlan | None] = []  # noqa: RUF012
+    launched: list[str] = []  # noqa: RUF012
 
     def __init__(self, shape: Shape, layers: int, plan: VerifyPlan | None) -> None:
         self.made.append((shape, layers))
         self.plans.append(plan)
         self.phases: dict[str, Callable[[], None]] = {
-            name: lambda: None for name in ("verify", "commit", "flush", "step")
+            name: partial(self.launched.append, name) for name in ("verify", "commit", "flush", "step")
         }
+        self.chained_step = partial(self.launched.append, "chained step")
 
     def release(self) -> None:
         self.phases.clear()
@@ -96,12 +100,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def time_with(kind: str) -> Callable[..., list[float]]:
         def run(launch: Callable[[], None], enough: Callable[..., bool], calls: int) -> list[float]:
+            launch()
             timed.append((kind, calls))
             return [1000.0] * 5
 
         return run
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
+    monkeypatch.setattr(cuda_backend, "load_driver", lambda: None)
     monkeypatch.setattr(device, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
@@ -113,6 +119,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda_backend.timer, "time_eager", time_with("eager"))
     FakeStep.made.clear()
     FakeStep.plans.clear()
+    FakeStep.launched.clear()
     return timed
 
 
@@ -128,7 +135,8 @@ def test_every_phase_moves_bytes_and_is_timed_per_layer(fake_gpu: Any, method: s
     phases = backend.phases(where)
     found = list(backend.measure(where, phases, EFFORT))
     ((made, layers),) = FakeStep.made
-    assert [phase for phase, _, _ in found] == list(phases)
+    assert [(phase, name) for phase, name, _ in found] == [*((phase, "graph") for phase in phases), ("step", "chained")]
+    assert FakeStep.launched == [*phases, "chained step"]
     assert {timing.p50_us for _, _, timing in found} == {1000.0 / layers}
     assert layers * made.layer_bytes() >= 110_000_000
     assert all(backend.bytes_moved(where, phase) > 0 for phase in phases)
@@ -140,12 +148,13 @@ def test_a_sample_of_a_step_covers_a_whole_cycle_of_the_log(fake_gpu: Any) -> No
     shape = Shape("treelog", HEADS, 8, TREES["chain"])
     assert set(shape.committed().tolist()) == {2, 3}, "60 % of 4 rows"
     assert sorted(set(shape.cycles().tolist())) == [5, 7]
-    assert fake_gpu == [("graph", 1), ("eager", 1), ("graph", 35), ("eager", 35)]
+    assert fake_gpu == [("graph", 1), ("eager", 1), ("graph", 35), ("graph", 35), ("eager", 35)]
+    assert FakeStep.launched == ["verify", "verify", "step", "chained step", "step"]
 
 
 def test_requests_of_a_large_batch_flush_out_of_phase_so_one_step_is_a_sample(fake_gpu: Any) -> None:
     list(CudaBackend().measure(point("treelog", "tree", batch=256), ("step",), EFFORT))
-    assert fake_gpu == [("graph", 1)]
+    assert fake_gpu == [("graph", 1)] * 2
 
 
 def test_phases_are_the_launches_that_the_kernels_have(fake_gpu: Any) -> None:
@@ -212,6 +221,23 @@ def test_a_point_larger_than_the_free_memory_is_refused(fake_gpu: Any) -> None:
     assert backend.refusal(point("treelog", "tree", batch=256)) is None
     large = Point("storeall", LayerHeads(16, 64, 128, 128, "float32"), 512, DraftTree.chain(40), "chain:40")
     assert "GiB that are free may be used; give a smaller --batch" in str(backend.refusal(large))
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "expected"),
+    [
+        (HEADS, 1, 48),  # four times the cache
+        (HEADS, 256, PASS_LAYERS),
+        (replace(HEADS, value_heads=64), 1024, 4),  # half of 140 GB, storeall's states twice
+        (replace(HEADS, value_heads=64), 8192, 1),
+    ],
+)
+def test_a_pass_has_layers_for_the_cache_and_as_a_model_where_they_fit(
+    fake_gpu: Any, heads: LayerHeads, batch: int, expected: int
+) -> None:
+    shape = Shape("storeall", heads, batch, TREES["root"])
+    assert CudaBackend().layers(shape) == expected
+    assert expected in (1, 48) or allocated_bytes(shape, expected) <= 70e9
 
 
 def test_batches_that_run_other_kernels_are_variants_of_their_own(fake_gpu: Any) -> None:

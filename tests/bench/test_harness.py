@@ -29,7 +29,6 @@ class FakeBackend:
 
     name = "cuda"
     methods = ("treelog",)
-    timers: tuple[str, ...] = ("graph",)
     host_processes = 1
 
     def __init__(self) -> None:
@@ -37,6 +36,7 @@ class FakeBackend:
         self.errors = GateErrors(1e-7, 1e-7)
         self.moved = 50.0
         self.named: tuple[str, ...] = ("verify", "step")
+        self.timed: dict[str, tuple[str, ...]] = {}
         self.read: float | None = 1.04e6
         self.no_room_for = 10**9
         self.clock_mhz = [1980, 1980]
@@ -60,6 +60,9 @@ class FakeBackend:
     def phases(self, point: Point) -> tuple[str, ...]:
         return self.named
 
+    def timers(self, phase: str) -> tuple[str, ...]:
+        return self.timed.get(phase, ("graph",))
+
     def bytes_moved(self, point: Point, phase: str) -> float:
         return self.moved
 
@@ -68,7 +71,8 @@ class FakeBackend:
             raise MemoryError("64 GiB asked for")
         for phase in phases:
             self.asked.append(f"time {point.batch} {phase}")
-            yield PhaseTiming(phase, "graph", Timing(100.0, 99.0, 101.0, 11))
+            for timer in self.timers(phase):
+                yield PhaseTiming(phase, timer, Timing(100.0, 99.0, 101.0, 11))
 
     def copy_bandwidth(self) -> float:
         return 1e6
@@ -108,6 +112,24 @@ def test_a_red_gate_gives_rows_without_times_that_say_which_error() -> None:
     assert not any(asked.startswith("time") for asked in backend.asked)
     assert [(row.latency_us_p50, row.samples, row.rel_err_state) for row in result.rows] == [(None, 0, 0.03)] * 2
     assert result.red == [f"{point()}: state error 3.0e-02 > 1.0e-05"]
+
+
+def test_a_phase_has_a_row_for_each_of_its_timers_and_a_point_without_one_is_measured_anew() -> None:
+    first = bench(FakeBackend(), [point()])
+    backend = FakeBackend()
+    backend.timed["step"] = ("graph", "chained")
+    result = bench(backend, [point()], first)
+    assert [(row.phase, row.timer) for row in result.rows] == [
+        ("step", "chained"), ("step", "graph"), ("verify", "graph"),
+    ]  # fmt: skip
+    backend.asked.clear()
+    bench(backend, [point()], result)
+    assert backend.asked == []
+    backend = FakeBackend()
+    backend.timed["step"], backend.errors = ("graph", "chained"), GateErrors(1e-7, 0.03)
+    assert {(row.phase, row.timer) for row in bench(backend, [point()]).rows} == {
+        ("step", "chained"), ("step", "graph"), ("verify", "graph"),
+    }  # fmt: skip
 
 
 def test_each_variant_of_a_kernel_is_gated_once() -> None:

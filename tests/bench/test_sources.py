@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kernels_cupy
-from kernels_cupy import attention
+from kernels_cupy import attention, chained
 from kernels_cupy.compiler import LAUNCHED, SOURCE_DIR, kernel_hash
 from kernels_cupy.drift import BF16_GROUPS, DECAYS, FP32_RECORDS, GROUPS, bf16_failures
 from kernels_cupy.drift import failures as drift_failures
@@ -123,6 +123,17 @@ def test_every_sanitizer_ran_the_sessions_that_there_are_and_found_nothing(folde
         name: f"{sessions} sessions, 0 {'hazards' if name == 'racecheck' else 'errors'}" for name in TOOLS
     }  # fmt: skip
     assert dict(line.split(maxsplit=1) for line in lines) == wanted, AGAIN.format("sanitize")
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_chained_launches_of_the_gate_differ_in_no_bit(folder: Path) -> None:
+    """A gate from before there were any has no record of them; one with a record ran all cases."""
+    record = record_of(folder, "gate").get("chained")
+    if record is not None:
+        assert [entry for entry in record if entry["differs"]] == []
+        found = Counter(tuple(x for x in entry.items() if x[0] not in ("plan", "differs")) for entry in record)
+        assert found == Counter(tuple(case.record().items()) for case in chained.cases()), AGAIN.format("gate")
 
 
 def record_of(folder: Path, name: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import polars as pl
 import pytest
 import yaml
 
+from kernels_cupy.launch import load_driver
+
 SCENARIO = """
 name: tiny
 model: Qwen3.5-35B-A3B
@@ -122,6 +124,15 @@ def test_models_and_trees_print_json(call: Any) -> None:
     tree = json.loads(call("tree", "2,2,2", "--json")[1])
     assert (tree["num_rows"], tree["num_drafts"], tree["max_depth"]) == (15, 14, 3)
     assert "rank 1" in call("tree", "2,1")[1]
+
+
+def test_doctor_says_that_chained_launches_lack_their_module(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels_cupy.compiler.load_cupy", lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    load_driver.cache_clear()
+    found = json.loads(call("doctor", "--json")[1])
+    assert "cuda-bindings" in found
+    assert found["GPU kernels"].startswith("not available: chained launches need cuda-bindings; install the extra")
 
 
 def test_doctor_says_what_can_run(call: Any) -> None:

@@ -33,7 +33,7 @@ def test_every_method_is_gated_and_timed(tmp_path: Path) -> None:
     assert result.skipped == []
     save(result, tmp_path / "profile")
     rows = read_rows(tmp_path / "profile" / ROWS_FILE)
-    wanted = {p.key(phase, timer) for p in points for phase in backend.phases(p) for timer in backend.timers}
+    wanted = {p.key(phase, timer) for p in points for phase in backend.phases(p) for timer in backend.timers(phase)}
     assert {row.key for row in rows} == wanted
     assert all(row.latency_us_p50 and row.latency_us_p20 <= row.latency_us_p50 <= row.latency_us_p80 for row in rows)
     assert result.device["read_bandwidth_bytes_per_s"] > result.device["copy_bandwidth_bytes_per_s"] / 2

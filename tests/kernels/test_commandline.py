@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -152,6 +153,22 @@ def test_the_gate_of_attention_is_red_above_its_limit(
     is_red = error > attention_gate.LIMIT
     assert attention_gate.main() == int(is_red)
     assert f"cases, {int(is_red)} red, worst {error:.2e} of 4e-03 allowed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("differs", [[], ["u of layer 1"]])
+def test_the_gate_is_red_where_a_chained_launch_differs(
+    differs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = [{"method": "treelog", "plan": "stream-w4", "differs": differs}]
+    for name in ("load_cupy", "load_driver"):
+        monkeypatch.setattr(gate, name, lambda: None)
+    monkeypatch.setattr(gate, "cases", lambda trees, quick: iter(()))
+    monkeypatch.setattr(gate, "device_record", lambda: {"name": "a GPU"})
+    monkeypatch.setattr(gate.chained, "records", lambda quick, processes: found)
+    monkeypatch.setattr(sys, "argv", ["gate", "--processes", "1", "--out", str(tmp_path / "gate.json")])
+    assert gate.main() == int(bool(differs))
+    assert f"1 cases of chained launches, {len(differs)} differ" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gate.json").read_text())["chained"] == found
 
 
 def test_these_are_all_command_lines_of_the_package() -> None:

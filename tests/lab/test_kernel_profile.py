@@ -68,7 +68,7 @@ def test_rows_survive_the_file_and_a_red_row_has_no_time(tmp_path: Path) -> None
         ("step,16", "stop,16", "phase is 'stop'; allowed are verify"),
         ("treelog,", "magic,", "method is 'magic'; allowed are recurrent"),
         ("float32", "fp8", "state_dtype is 'fp8'; allowed are float32, bfloat16"),
-        ("graph", "sundial", "timer is 'sundial'"),
+        ("graph", "sundial", "timer is 'sundial'; allowed are graph, chained, eager"),
         (",16,32,128", ",16,40,128", "value_heads is 40; a multiple of key_heads"),
         ("8,1,chain:0", "8,2,chain:0", "rows is 2, but tree 'chain:0' has 1"),
         ("8,1,chain:0", "8,1,oak", "rows is 1, but tree 'oak' is not understood"),
@@ -90,6 +90,16 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, old: str, new: str
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(UsageError, match=message):
+        read_rows(path)
+
+
+def test_only_whole_steps_are_timed_chained(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.csv"
+    steps = [row("treelog", 8, 1, "chain:0", timer=timer) for timer in ("graph", "chained", "eager")]
+    path.write_text(write_rows(steps))
+    assert [found.timer for found in read_rows(path)] == ["graph", "chained", "eager"]
+    path.write_text(write_rows([row("treelog", 8, 1, "chain:0", timer="chained", phase="verify")]))
+    with pytest.raises(UsageError, match="phase 'verify'; only phase 'step' is timed chained"):
         read_rows(path)
 
 
@@ -181,6 +191,18 @@ def test_graph_replays_go_before_eager_ones_and_red_rows_do_not_count(tmp_path: 
     found = load_profile(write_profile(tmp_path, rows)).step("treelog", HEADS, DraftTree.chain(0), [4, 16])
     assert found is not None
     assert found.latency_us[0] == pytest.approx(step_us(4, 1), rel=1e-3)
+    assert found.extrapolated.tolist() == [False, True]
+
+
+def test_chained_steps_price_nothing(tmp_path: Path) -> None:
+    rows = [row("treelog", batch, 1, "chain:0") for batch in (1, 8)]
+    rows += [row("treelog", batch, 1, "chain:0", timer="chained", latency_us_p50=1.0) for batch in (1, 8, 64)]
+    rows += [row("recurrent", 8, 1, "chain:0", timer="chained", latency_us_p50=1.0)]
+    profile = load_profile(write_profile(tmp_path, rows))
+    assert {key.method for key in profile.points} == {"treelog"}
+    found = profile.step("treelog", HEADS, DraftTree.chain(0), [8, 64])
+    assert found is not None
+    assert found.latency_us[0] == pytest.approx(step_us(8, 1), rel=1e-3)
     assert found.extrapolated.tolist() == [False, True]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels_cupy.chained import cases as chained_cases
 from lab.data import data_path, read_csv
 from lab.errors import UsageError
 from lab.profiles.rows import KernelRow, write_rows
@@ -58,12 +59,14 @@ def test_the_page_counts_the_cells() -> None:
     with data_path("kernel_targets.csv").open(encoding="utf-8") as file:
         targets = list(csv.DictReader(file))
     with (H200 / "kernels.csv").open(encoding="utf-8") as file:
-        wanted = {"phase": "step", "timer": "graph", "key_heads": "16", "value_heads": "32"}
-        timed = {
-            (row["method"], row["tree"], row["state_dtype"], row["batch"]): row["latency_us_p50"]
-            for row in csv.DictReader(file)
-            if wanted.items() <= row.items()
-        }
+        wanted = {"phase": "step", "key_heads": "16", "value_heads": "32"}
+        rows = [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
+    judged = "chained" if any(row["timer"] == "chained" for row in rows) else "graph"
+    timed = {
+        (row["method"], row["tree"], row["state_dtype"], row["batch"]): row["latency_us_p50"]
+        for row in rows
+        if row["timer"] == judged
+    }
     met = slower = 0
     for target in targets:
         tree = f"{'binary' if target['kind'] == 'tree' else 'chain'}:{int(target['rows']) - 1}"
@@ -112,7 +115,7 @@ def test_the_page_says_what_each_public_kernel_is() -> None:
 
 
 def test_kernels_have_the_trees_of_the_profile() -> None:
-    kernels = {cell.kernel for cell in cells(Steps([]))}
+    kernels = {cell.kernel for cell in cells(Steps([]), Steps([]))}
     assert {kernel.tree for kernel in kernels} == set(TREES)
     assert {kernel.method for kernel in kernels} == {"treelog"}
 
@@ -137,10 +140,71 @@ def test_a_floor_is_bytes_over_bandwidth() -> None:
 
 
 def test_only_graph_replays_of_whole_steps_with_a_time_count() -> None:
-    others = {"eager": {"timer": "eager"}, "verify": {"phase": "verify"}, "red": {"latency_us_p50": None}}
+    others = {
+        "eager": {"timer": "eager"},
+        "chained": {"timer": "chained"},
+        "verify": {"phase": "verify"},
+        "red": {"latency_us_p50": None},
+    }
     for other in others.values():
         assert Steps([step("treelog", "chain:3", 4, **other)]).at("treelog", "chain:3", "float32", 8) is None
     assert Steps([step("treelog", "chain:3", 4)]).at("treelog", "chain:3", "float32", 8) is not None
+
+
+def test_chained_steps_are_judged_with_the_time_alone_beside_them(tmp_path: Path) -> None:
+    """Batch 8 of 4 rows: the target is 11 µs, the public kernel takes 15.1; batch 32 has no chained time."""
+    rows = [step("treelog", "chain:3", 4, 10.0, timer="chained"), step("treelog", "chain:3", 4, 11.9)]
+    rows.append(step("treelog", "chain:3", 4, 99.0, batch=32))
+    found = {cell.batch: cell for cell in cells(Steps(rows), Steps(rows, "chained")) if cell.alone_us}
+    assert {batch: (cell.measured_us, cell.alone_us) for batch, cell in found.items()} == {
+        8: (10, 11.9),
+        32: (None, 99),
+    }
+    assert (found[8].verdict, found[8].alone_verdict) == ("met", "missed")
+    assert (found[32].verdict, found[32].alone_verdict) == ("not measured", "slower than public")
+    record = record_of(tmp_path, rows)
+    text = PARTS["score"](record)
+    assert "**1 of 70 cells meet their target, 0 of 70 are slower than the strongest public kernel.** 69 have" in text
+    assert "Alone, 0 meet it and 1 are slower.\n\nThese are times of *chained* launches" in text
+    assert (
+        "| cells | met | met alone | missed, faster than public | slower than public | public time over ours |" in text
+    )
+    assert "| fp32 state, chain of 4 rows | 1 | – | – | – | 1.51 to 1.51 |" in text
+    text = PARTS["cells, fp32 state"](record)
+    assert "| **10.0** / 11 = 0.91<br>alone 11.9 = 1.08<br>met<br>15.1 ReplaySSM (SGLang) |" in text
+    assert "| not measured / 31<br>alone 99.0 = 3.19<br>42.7 ReplaySSM (vLLM fork) |" in text
+
+
+def test_a_profile_without_chained_steps_speaks_of_none(tmp_path: Path) -> None:
+    record = record_of(tmp_path, [step("treelog", "chain:3", 4)])
+    assert not any(re.search("chained|alone", PARTS[name](record), re.IGNORECASE) for name in PARTS)
+
+
+def record_of(folder: Path, rows: list[KernelRow], **gate: object) -> Record:
+    """A profile with these rows, and with more in its gate's record."""
+    shutil.copy(H200 / "device.json", folder)
+    known = json.loads((H200 / "gate.json").read_text(encoding="utf-8"))
+    known.pop("chained", None)
+    (folder / "gate.json").write_text(json.dumps(known | gate), encoding="utf-8")
+    (folder / "kernels.csv").write_text(write_rows(rows), encoding="utf-8")
+    return Record(folder)
+
+
+@pytest.mark.parametrize(
+    ("differs", "sentence"),
+    [
+        ([], "Chained launches wrote what the same launches write one after another, bit for bit, in all 1 cases"),
+        (
+            ["u of layer 1"],
+            "**Chained launches differ from the same launches one after another in 1 of 1 cases** (treelog chain:0, ",
+        ),
+    ],
+)
+def test_the_page_says_what_the_gate_found_of_chained_launches(
+    tmp_path: Path, differs: list[str], sentence: str
+) -> None:
+    entry = {**next(chained_cases()).record(), "plan": "stream-w4", "differs": differs}
+    assert sentence in PARTS["errors"](record_of(tmp_path, [], chained=[entry]))
 
 
 def test_other_heads_are_compared_by_time_per_byte() -> None:
