@@ -75,7 +75,7 @@ class VerifyPlan(ABC):
 
     @property
     def requested_bytes(self) -> int:
-        """Dynamic shared memory that a CTA asks for: what it needs, or more where fewer CTAs shall share a multiprocessor."""
+        """Dynamic shared memory that a CTA asks for: what it needs, or more to have fewer CTAs in a multiprocessor."""
         return self.shared_bytes
 
     @property

@@ -66,7 +66,7 @@ class WidePlan(VerifyPlan):
 
     @property
     def requested_bytes(self) -> int:
-        """So much that no more than `resident` CTAs fit: those of a small batch then spread over all multiprocessors."""
+        """So much that no more than `resident` CTAs fit: those of a small batch then spread over the GPU."""
         return max(self.shared_bytes, MULTIPROCESSOR_BYTES // (self.resident + 1) - SYSTEM_BYTES + 16)
 
     @property
