@@ -22,9 +22,10 @@
 //
 // Shared memory: `Tree` of three or four rows; with a log its dots and, for a flush, its keys and fold_j u_j of the tile of
 // each warp.
-// Order. All loads that need no other go first; then keys of the log, the tile and u of the log as soon as slot, length
-// and row list are there. Gates and decays are made while these are on their way. The next tile is asked for when the sums
-// of the present one no longer need its registers.
+// Order. Cursors first; the tile, keys and u of the log as soon as slot, length and row list are there; then keys, queries,
+// gates and v, which a chained launch may read only when the launch before it has ended. Sums of the log's decays are made
+// before that, gates and norms after. The next tile is asked for when the sums of the present one no longer need its
+// registers.
 // Occupancy: a tile takes TILE_ROWS DIM / 128 registers of a lane for each byte of a number; MIN_CTAS bounds the rest.
 // With one request every warp of the launch has a place at once, so that few rows per warp are fast; 8 requests fill 16
 // warps of each multiprocessor with 8 KiB of an fp32 state.

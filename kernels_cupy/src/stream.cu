@@ -11,7 +11,8 @@
 //
 // Small matrices. With L, C as in verify.cu, T = (I + L)^-1 and R = beta v - beta e^G S k - L_log u_log:
 //     [u; o] = [R; e^G S q + C_log u_log] + [T - I; C T] R
-// T is exact to float (a lane per column substitutes), its entries are at most 1 in size since the delta rule contracts.
+// T is exact to float (a lane per column substitutes, L by columns), its entries are at most 1 in size since the delta rule
+// contracts.
 // The Gram matrix comes out of the tensor core in the place where the product with it wants its operand: entry [column
 // g, row t] in lane 4 g + t. Hence [L_log; C_log] and [T - I; C T] are kept lane by lane, as bf16 hi and lo (and least)
 // parts: in registers for up to 4 rows, in shared memory beyond.
@@ -22,8 +23,11 @@
 // queries of the rows, keys of the log, `Scales`, `Head` of each value head, weights of a fold for each warp. Tiles come
 // first, for they must start at multiples of 128 bytes: asynchronous copies into lines that are cut in two made a step
 // with an fp32 state 13 % longer.
-// Order. All loads that need no other go first, then the tiles, then what needs the log's row list. A warp multiplies its
-// first tile, and asks for the next one, before it makes small matrices: they are then made in the shadow of that copy.
+// Order. Cursors first; as soon as the slot is known the first tiles; then what needs the log's row list, and v. A CTA that
+// starts beside the launch before it (`early`) has asked for all of the state and the log by the time it may read keys,
+// queries, gates and v, and if its request folds it has folded its first tiles; all others ask for keys, queries and gates
+// together with the cursors. A bf16 tile goes to registers as a whole, so that the next is asked for before it is multiplied.
+// The first tile is multiplied before the small matrices are made: they are made in the shadow of the second tile's copy.
 // Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the way the
 // tile comes, since loads into registers are waited for at the end of the loop.
 // End of a launch. What a multiprocessor still does when others have nothing left is half a CTA on average, and a CTA that
