@@ -132,7 +132,7 @@ def grid(found: Iterable[Cell], state_dtype: str) -> dict[Kernel, list[Cell]]:
 
 @dataclass(frozen=True, slots=True)
 class OtherHeads:
-    """How much longer a byte takes with other heads than with `HEADS` at the same batch; None where not measured."""
+    """How much longer a byte takes with other heads than with `HEADS` (`base_batch`); None where not measured."""
 
     kernel: Kernel
     state_dtype: str
@@ -145,6 +145,15 @@ class OtherHeads:
         return self.ratio is not None and round(self.ratio, 2) <= 1 + HEADS_TOLERANCE
 
 
+def base_batch(heads: tuple[int, int], batch: int) -> int:
+    """Requests with `HEADS` that a batch with other heads is compared with.
+
+    A rank with fewer value heads is compared with as few value heads in all, since a smaller load leaves a GPU idle
+    whatever its heads; one with more, which can only gain from them, with as many requests.
+    """
+    return batch * min(heads[1], HEADS[1]) // HEADS[1]
+
+
 def other_heads(steps: Steps, kernels: Iterable[Kernel], state_dtype: str) -> Iterator[OtherHeads]:
     """Times over floors with `OTHER_HEADS` against those with `HEADS`, kernel by kernel."""
 
@@ -155,5 +164,5 @@ def other_heads(steps: Steps, kernels: Iterable[Kernel], state_dtype: str) -> It
     for kernel in kernels:
         for heads in OTHER_HEADS:
             for batch in HEADS_BATCHES:
-                ours, base = per_byte(kernel, batch, heads), per_byte(kernel, batch, HEADS)
+                ours, base = per_byte(kernel, batch, heads), per_byte(kernel, base_batch(heads, batch), HEADS)
                 yield OtherHeads(kernel, state_dtype, heads, batch, ours / base if ours and base else None)
