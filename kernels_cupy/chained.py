@@ -1,7 +1,7 @@
 """Chained launches give what the same launches give one after another, bit for bit.
 
 A case runs the steps of a few layers twice from equal memory, as CUDA graphs: once layer after layer, once with each
-layer chained to the one before. q, k and v of a layer are the outputs of the layer before (`Step`, `fed`), so that a
+layer chained to the one before. The operands of a layer are the outputs of the layer before (`Step`, `fed`), so that a
 launch which reads them too early, or whose results are read too early, leaves a trace. `python -m kernels_cupy.gate`
 runs all cases and keeps their records.
 """
@@ -32,7 +32,7 @@ LAYERS = 3
 STEPS = 7
 TREES = ("chain:0", "chain:1", "chain:3", "chain:7", "binary:15", "binary:31", "binary:63")
 BATCHES = (1, 5, 32)
-#: The batch of other heads than 16/32, and of other methods than treelog.
+#: The batch of other heads than 16/32 of 128, and of other methods than treelog.
 SMALL_BATCH = 5
 #: Other methods and the tree of each.
 OTHERS = {
@@ -50,21 +50,24 @@ class Case:
     state_dtype: str
     batch: int
     tree: str
+    head_dim: int = 128
 
     @property
     def name(self) -> str:
-        return f"{self.method}-{self.state_dtype}-H16x{self.value_heads}-B{self.batch}-{self.tree}"
+        heads = f"H16x{self.value_heads}x{self.head_dim}"
+        return f"{self.method}-{self.state_dtype}-{heads}-B{self.batch}-{self.tree}"
 
     @property
     def shape(self) -> Shape:
-        heads = LayerHeads(16, self.value_heads, 128, 128, self.state_dtype)
+        heads = LayerHeads(16, self.value_heads, self.head_dim, self.head_dim, self.state_dtype)
         return Shape(self.method, heads, self.batch, parse_tree(self.tree))
 
     @property
     def steps(self) -> int:
+        steps = STEPS * (STEPS if self.batch == 1 else 1)  # the shortest launches overlap the most
         if self.method not in LOG_METHODS:
-            return STEPS
-        return max(STEPS, int(self.shape.cycles().max()) + 1)
+            return steps
+        return max(steps, int(self.shape.cycles().max()) + 1)
 
     def plan(self) -> VerifyPlan | None:
         """How the current GPU cuts the verification; None: a serial method."""
@@ -77,7 +80,7 @@ class Case:
         """What identifies the case in a record."""
         return {
             "method": self.method, "heads": f"16/{self.value_heads}", "state_dtype": self.state_dtype,
-            "batch": self.batch, "tree": self.tree,
+            "head_dim": self.head_dim, "batch": self.batch, "tree": self.tree,
         }  # fmt: skip
 
 
@@ -89,6 +92,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 yield Case("treelog", 32, dtype, batch, tree)
             if not quick:
                 yield Case("treelog", 48, dtype, SMALL_BATCH, tree)
+                yield Case("treelog", 32, dtype, SMALL_BATCH, tree, head_dim=64)
         for method, tree in OTHERS.items():
             yield Case(method, 32, dtype, SMALL_BATCH, tree)
 

@@ -7,6 +7,7 @@ Nothing here waits for the GPU, so a step can be captured into a CUDA graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,11 +81,15 @@ def _mask_pitch(masks: Any) -> int:
 
 
 class Verification:
-    """One layer's operands, checked and ready: call it to launch, as often as wanted, also inside a graph capture."""
+    """One layer's operands, checked and ready: call it to launch, as often as wanted, also inside a graph capture.
+
+    `chained` calls start beside the launch before (`Launch`). `early` is the share of the CTAs that work in the order
+    of such launches in ordinary ones as well, for checks.
+    """
 
     def __init__(
         self, layer: Layer, slots: Any, operands: Operands, masks: Any, output: Any, log: Log | None,
-        norm_eps: float = 1e-6, plan: VerifyPlan | None = None, longest_path: int = 0,
+        norm_eps: float = 1e-6, plan: VerifyPlan | None = None, longest_path: int = 0, early: float = 0.0,
     ) -> None:  # fmt: skip
         heads = layer.heads
         q, k, v = (bf16_operand(getattr(operands, name), name) for name in "qkv")
@@ -99,8 +104,10 @@ class Verification:
             raise UsageError(
                 f"a batch of {batch} with {rows} rows takes 4 GiB or more in one array; use a smaller batch"
             )
-        if plan.shared_bytes > shared_bytes_per_cta():
-            raise UsageError(f"{rows} rows with a log need {plan.shared_bytes} bytes of shared memory; fewer rows fit")
+        if plan.requested_bytes > shared_bytes_per_cta():
+            raise UsageError(
+                f"{rows} rows with a log need {plan.requested_bytes} bytes of shared memory; fewer rows fit"
+            )
         cursors = (log.length, log.row_list) if log else (_NO_ARRAY, _NO_ARRAY)
         limits = (log.capacity, log.reserve) if log else (0, 0)
         arguments = (
@@ -111,8 +118,9 @@ class Verification:
             *map(np.int32, plan.arguments + limits), np.float32(norm_eps),
         )  # fmt: skip
         run = kernel(plan.file, plan.kernel, plan.requested_bytes, **plan.macros)
-        early = None if plan.resident_ctas is None else plan.resident_ctas * multiprocessors()
-        self._launch = Launch(run, plan.grid(batch), 32 * plan.warps, arguments, plan.requested_bytes, early)
+        grid, resident = plan.grid(batch), plan.resident_ctas
+        ctas = None if resident is None else (round(early * math.prod(grid)), resident * multiprocessors())
+        self._launch = Launch(run, grid, 32 * plan.warps, arguments, plan.requested_bytes, ctas)
 
     def __call__(self, chained: bool = False) -> None:
         self._launch(chained)

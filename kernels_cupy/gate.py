@@ -70,6 +70,8 @@ QUICK_SIZES = ((1, 1), (16, 5), (17, 17), (64, 12))
 DECODING = ("recurrent", "deltalog")
 #: Steps of a case: with treelog's longer log more, so that verifications fold logs of every length.
 STEPS, LONG_LOG_STEPS = 5, 8
+#: Shares of the CTAs that work in the order of chained launches, step after step.
+EARLY = (0.5, 0.0, 1.0)
 #: Device memory that a process keeps between cases.
 POOL_BYTES = 1 << 30
 #: Plans that a case runs at least, of the kernels with many.
@@ -195,6 +197,7 @@ def run(case: Case, seed: int = 0) -> dict[str, float]:
         worst[kind] = max(worst.get(kind, 0.0), value)
 
     for step in range(case.steps):
+        session.early = EARLY[step % len(EARLY)]
         if case.chain:
             parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
         else:

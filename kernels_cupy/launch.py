@@ -18,54 +18,47 @@ class Launch:
     """Call it to launch on CuPy's current stream, also inside a graph capture.
 
     `chained` lets it start while the launch before it in the stream still runs (programmatic dependent launch): until
-    that one has ended, it reads only what is older, such as its states and its log. The launch before must not write
-    those, and the kernel must wait for it (`wait_for_launch_before` in common.cuh). GPUs before Hopper launch one
-    after another all the same. `arguments` are CuPy arrays and NumPy scalars. `early_ctas`, if given, is how many CTAs
-    run at a time: the kernel's last argument, 0 where the launch is not chained.
+    that one has ended, it reads only what is older, such as its states and its log, and may fold the log. The launch
+    before must not write those. It must be an ordinary one, or a chained one that waits itself before it lets the next
+    start, as the kernels here do (`wait_for_launch_before` in common.cuh). GPUs before Hopper launch one after another
+    all the same.
+
+    `arguments` are CuPy arrays and NumPy scalars. `early_ctas`, for kernels that take them as their last argument: how
+    many CTAs of an ordinary launch, and of a chained one, ask for state and log first, as those do that start beside
+    the launch before. In an ordinary launch that changes the order of loads and nothing else.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0,
-        early_ctas: int | None = None,
+        early_ctas: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._threads, self._shared_bytes = kernel, grid, threads, shared_bytes
-        alone, chained = ((), ()) if early_ctas is None else ((np.int32(0),), (np.int32(early_ctas),))
+        alone, chained = ((), ()) if early_ctas is None else ((np.int32(count),) for count in early_ctas)
         self._arguments, self._chained_arguments = (*arguments, *alone), (*arguments, *chained)
-        self._chained: _Chained | None = None  # made when first wanted
+        self._values: list[Any] = []  # of a chained launch, as the driver reads them; made when first wanted
 
     def __call__(self, chained: bool = False) -> None:
         if not (chained and chains_here()):
             self._kernel(self._grid, (self._threads,), self._arguments, shared_mem=self._shared_bytes)
             return
-        if self._chained is None:
-            self._chained = _Chained(self._grid, self._threads, self._chained_arguments, self._shared_bytes)
-        self._chained(self._kernel)
-
-
-class _Chained:
-    """Grid and arguments as the driver takes them; the stream is that of each call."""
-
-    def __init__(self, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int) -> None:
-        self._driver = load_driver()
-        self._values = [driver_value(argument) for argument in arguments]
-        self._pointers = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        driver, cuda = load_driver(), load_cupy().cuda
+        if not self._values:
+            self._values = [driver_value(argument) for argument in self._chained_arguments]
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.attrs, config.numAttrs = shared_bytes, [attribute], 1
-        self._config = config
-
-    def __call__(self, kernel: Any) -> None:
-        self._config.hStream = load_cupy().cuda.get_current_stream().ptr
-        function, pointers = kernel.kernel.ptr, ctypes.addressof(self._pointers)
-        (status,) = self._driver.cuLaunchKernelEx(self._config, function, pointers, 0)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*self._grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes, config.attrs, config.numAttrs = self._shared_bytes, [attribute], 1
+        config.hStream = cuda.get_current_stream().ptr
+        cuda.Device().use()  # the driver wants a context that is current in this thread
+        pointers = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
+        (status,) = driver.cuLaunchKernelEx(config, self._kernel.kernel.ptr, ctypes.addressof(pointers), 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
             raise LaunchError(
-                f"the driver refused a chained launch of {kernel.name} ({status.name}); a driver of CUDA 13 is needed, "
-                "and no earlier launch of this process may have failed"
+                f"the driver refused a chained launch of {self._kernel.name} ({status.name}); a driver of CUDA 13 is "
+                "needed, and no earlier launch of this process may have failed"
             )
 
 

@@ -22,7 +22,7 @@ from kernels_cupy.choice import runs_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.covering import covering, machine_code, variant_of
 from kernels_cupy.device import device_record
-from kernels_cupy.gate import Case
+from kernels_cupy.gate import EARLY, Case
 from kernels_cupy.gate import cases as gate_cases
 from kernels_cupy.plans import BlockPlan
 from kernels_cupy.sessions import SESSIONS
@@ -65,7 +65,8 @@ def run(case: Case, rng: np.random.Generator) -> None:
     states = rng.standard_normal((4, heads.value_heads, heads.value_dim, heads.key_dim), np.float32)
     session = SESSIONS[case.method](spec, cp.asarray(states), np.array([2, -1, 0], np.int32))
     session.plan = case.plan
-    for _ in range(case.steps):
+    for step in range(case.steps):
+        session.early = EARLY[step % len(EARLY)]
         parents = np.tile(np.arange(-1, case.rows - 1, dtype=np.int32), (case.batch, 1))
         if not case.chain:
             parents = reference.random_parents(rng, case.batch, case.rows, case.max_path)

@@ -34,10 +34,12 @@ def _refuse_misread(operands: Operands) -> None:
 class CudaSession(ABC):
     """A session on the GPU; children run the kernels and keep what their method keeps.
 
-    `plan` cuts closed-form verifications another way than the batch would (None: as the batch wants it).
+    `plan` cuts closed-form verifications another way than the batch would (None: as the batch wants it). `early` is the
+    share of their CTAs that work in the order of chained launches (`Verification`).
     """
 
     plan: VerifyPlan | None = None
+    early: float = 0.0
 
     def __init__(self, spec: SessionSpec, states: Any, state_indices: Any) -> None:
         cp, heads = load_cupy(), spec.heads
@@ -179,7 +181,7 @@ class BoleSession(CudaSession):
         self.masks = tree_masks(operands.parent)
         Verification(
             self.layer, self.slots, operands, self.masks, self.outputs, None, self.spec.norm_eps, self.plan,
-            self.spec.max_path,
+            self.spec.max_path, self.early,
         )()  # fmt: skip
 
     def _commit(self, accepted: Any) -> None:
@@ -207,7 +209,7 @@ class LogSession(CudaSession):
         self.masks = tree_masks(operands.parent)
         Verification(
             self.layer, self.slots, operands, self.masks, self.outputs, self.log, self.spec.norm_eps, self.plan,
-            self.spec.max_path,
+            self.spec.max_path, self.early,
         )()  # fmt: skip
 
     def _commit(self, accepted: Any) -> None:

@@ -132,8 +132,9 @@ class Step:
 
     `chained_step` is the phase `step` as a model can run it: each layer but the first is chained to the layer before,
     and may start while that one ends. With one layer it is `step` itself. `cut` puts another plan, or the chosen one,
-    in the place of the verification's; serial methods have none. `fed`: q, k and v of a layer are what the layer before
-    puts out, so that a launch which reads them too early gives something else.
+    in the place of the verification's; serial methods have none. `fed`: all operands of a layer are what the layer
+    before puts out, in one of two buffers that take turns, so that a launch which reads or writes them too early gives
+    something else; and a request of a larger batch is padding.
     """
 
     def __init__(
@@ -150,7 +151,10 @@ class Step:
         outputs = layer_outputs(cp, layers, batch, rows, heads)
         pools = layer_states(cp, seed, layers, batch, heads)
         if fed:
+            outputs[:] = [outputs[layer % 2] for layer in range(layers)]
             operands[1:] = [fed_by(x, before, heads) for x, before in zip(operands[1:], outputs, strict=False)]
+            if batch > 2 and shape.method != "storeall":  # whose committed states have slots of their own
+                self.slots[batch // 2] = -1
         self._keep: list[Any] = [operands, outputs, pools]
         self._written: dict[str, list[Any]] = {"output": outputs, "state": pools}
         self.phases: dict[str, Callable[[], None]] = {}
@@ -307,8 +311,13 @@ def launch_all(layers: Sequence[Verification | Recurrence], chained: bool = Fals
 
 
 def fed_by(operands: Operands, output: Any, heads: LayerHeads) -> Operands:
-    """The operands with v, and with as many heads as they have q and k, of another layer's output `[B, N, HV, V]`."""
-    return replace(operands, q=output[..., : heads.key_heads, :], k=output[..., -heads.key_heads :, :], v=output)
+    """Operands out of another layer's output `[B, N, HV, V]`: v is all of it, the others parts."""
+    batch, rows, values, _ = output.shape
+    gates = output.reshape(-1)[: 2 * batch * rows * values].reshape(2, batch, rows, values)
+    return replace(
+        operands, q=output[..., : heads.key_heads, :], k=output[..., -heads.key_heads :, :], v=output,
+        a=gates[0], b=gates[1],
+    )  # fmt: skip
 
 
 def accepted_rows(shape: Shape) -> NDArray[np.int32]:

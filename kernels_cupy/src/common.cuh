@@ -141,9 +141,9 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A chained launch (programmatic dependent launch) starts while the one before it in its stream still runs. Until
 // `wait_for_launch_before` it reads only what was there before that launch: states, logs, cursors, masks, weights; it may
-// also fold logs into states. q, k, v, gates and everything else that is written come afterwards. Every thread waits before
-// its CTA lets the next launch start, so that a launch has all launches but the one before it behind it. Where there is no
-// launch to wait for, both instructions do nothing.
+// also fold logs into states. q, k, v, gates and everything else that is written come afterwards. A thread that lets the
+// next launch start has waited, so the launch before is complete by then, and a launch has all launches but the one before
+// it behind it. In an ordinary launch there is nothing to wait for; it lets a chained one after it start all the same.
 DEVICE void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

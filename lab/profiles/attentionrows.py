@@ -45,19 +45,18 @@ class AttentionRow:
 def parse_rows(text: str, path: Path) -> Iterator[AttentionRow]:
     """Rows of the text of an `attention.csv`; `UsageError` naming file, line and what is wrong."""
     columns = {field.name: {"int": int, "float": float, "str": str}[str(field.type)] for field in fields(AttentionRow)}
-    lines = table_lines(path, tuple(columns), "attention.csv", text)
     seen: set[tuple[Any, ...]] = set()
-    for raw in lines:
+    for line, raw in table_lines(path, tuple(columns), "attention.csv", text):
         try:
             row = AttentionRow(**{name: of(raw[name]) for name, of in columns.items()})
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{path}, line {lines.line_num}: {error}; every column needs its value") from None
+            raise UsageError(f"{line}: {error}; every column needs its value") from None
         if min(row.q_heads, row.kv_heads, row.rows, row.batch, row.context_tokens) < 1 or not row.latency_us_p50 > 0:
-            raise UsageError(f"{path}, line {lines.line_num}: heads, rows, batch, context and time must be above 0")
+            raise UsageError(f"{line}: heads, rows, batch, context and time must be above 0")
         if not 0 < row.latency_us_p20 <= row.latency_us_p50 <= row.latency_us_p80 < math.inf:
-            raise UsageError(f"{path}, line {lines.line_num}: times must be finite and p20 <= p50 <= p80")
+            raise UsageError(f"{line}: times must be finite and p20 <= p50 <= p80")
         key = (row.q_heads, row.kv_heads, row.head_dim, row.kv_dtype, row.batch, row.context_tokens, row.rows)
         if key in seen:
-            raise UsageError(f"{path}, line {lines.line_num}: a second row for {key}; keep one")
+            raise UsageError(f"{line}: a second row for {key}; keep one")
         seen.add(key)
         yield row

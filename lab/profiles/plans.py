@@ -162,11 +162,13 @@ def _plan_cells(row: PlanRow) -> list[int | str]:
 
 def read_plans(path: Path) -> PlanTable:
     """The table in a `plans.csv`; raises `UsageError` naming file, line and field for anything else."""
-    lines = table_lines(path, COLUMNS, PLANS_FILE)
     try:
-        return PlanTable(_row(raw, f"{path}, line {lines.line_num}") for raw in lines)
+        table = PlanTable(_row(raw, line) for line, raw in table_lines(path, COLUMNS, PLANS_FILE))
     except UsageError as error:
         raise error if str(path) in str(error) else UsageError(f"{path}: {error}") from None
+    if not table.rows:
+        raise UsageError(f"{path} holds no plan; run treewy bench --tune again, or remove it")
+    return table
 
 
 def _row(raw: dict[str, str], line: str) -> PlanRow:
@@ -201,6 +203,8 @@ def _row(raw: dict[str, str], line: str) -> PlanRow:
                 f"{line}: {name} {found}; the name of a plan is needed: one of {kernels}, then its choices as in "
                 "stream-w4-t2-s1-r16"
             )
+    if times["runner_up_us"] < times["latency_us"]:
+        raise UsageError(f"{line}: the runner-up takes {times['runner_up_us']:g} us, less than the plan; swap the two")
     return PlanRow(place, raw["plan"], times["latency_us"], raw["runner_up"], times["runner_up_us"])
 
 

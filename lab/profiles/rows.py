@@ -91,8 +91,7 @@ def write_rows(rows: Iterable[KernelRow]) -> str:
 
 def read_rows(path: Path) -> tuple[KernelRow, ...]:
     """The rows of a `kernels.csv`; raises `UsageError` naming file, line and field for anything else."""
-    lines = table_lines(path, COLUMNS, "kernels.csv")
-    rows = tuple(_row(raw, f"{path}, line {lines.line_num}") for raw in lines)
+    rows = tuple(_row(raw, line) for line, raw in table_lines(path, COLUMNS, "kernels.csv"))
     seen: set[tuple[Any, ...]] = set()
     for row in rows:
         if row.key in seen:

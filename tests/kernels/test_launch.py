@@ -66,7 +66,7 @@ def streams(capability: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
     found = [5]
     cuda = SimpleNamespace(
         get_current_stream=lambda: SimpleNamespace(ptr=found[-1]),
-        Device=lambda: SimpleNamespace(compute_capability=capability),
+        Device=lambda: SimpleNamespace(compute_capability=capability, use=lambda: None),
     )
     monkeypatch.setattr(launch, "load_cupy", lambda: SimpleNamespace(cuda=cuda))
     for cached in (load_driver, chains_here):
@@ -92,13 +92,13 @@ def test_a_launch_of_its_own_is_the_kernels_own_call(monkeypatch: pytest.MonkeyP
     assert kernel.calls == [((4, 2), (128,), (ARRAY, np.int32(3)), 2048)]
 
 
-def test_a_kernel_that_asks_how_many_ctas_run_hears_it_of_chained_launches_only(driver: FakeDriver) -> None:
+def test_a_kernel_that_has_early_ctas_hears_how_many_in_both_kinds_of_launch(driver: FakeDriver) -> None:
     kernel, driver.types = FakeKernel(), [ctypes.c_float, ctypes.c_int32]
-    both = Launch(kernel, (4,), 128, (np.float32(0.5),), early_ctas=264)
+    both = Launch(kernel, (4,), 128, (np.float32(0.5),), early_ctas=(3, 264))
     both()
     both(chained=True)
     ((_, _, arguments, _),) = kernel.calls
-    assert arguments == (0.5, 0)
+    assert arguments == (0.5, 3)
     assert [type(x) for x in arguments] == [np.float32, np.int32]
     assert driver.launches[0][2] == [0.5, 264]
 
@@ -134,7 +134,7 @@ def test_without_early_launches_a_chained_one_is_like_any_other(
     if ptx:
         monkeypatch.setenv(PTX_VARIABLE, ptx)
     kernel = FakeKernel()
-    Launch(kernel, (1,), 32, (), early_ctas=264)(chained=True)
+    Launch(kernel, (1,), 32, (), early_ctas=(0, 264))(chained=True)
     assert kernel.calls == [((1,), (32,), (0,), 0)]
     assert driver.launches == []
 
