@@ -74,13 +74,13 @@ def test_hot_kernels_do_not_spill(hopper: list[Resources]) -> None:
     """Logs of more than 32 rows serve chains of more than 32 rows only and may spill a few registers.
 
     So may cuts with 12, 16, 20 and 24 warps in a multiprocessor, which leave a thread 168, 128, 96 and 80 registers:
-    some of them were the fastest in spite of it.
+    some of them were the fastest in spite of it, one of `wide.cu` with 64 bytes among them.
     """
 
     def allowed(row: Resources) -> int:
         if "LOG_BLOCKS=4" in row.variant:
             return 1024
-        return (128 if "WARPS=16" in row.variant else 40) if row.registers in (80, 96, 128, 168) else 0
+        return (128 if "WARPS=16" in row.variant else 64) if row.registers in (80, 96, 128, 168) else 0
 
     spilling = [row for row in hopper if row.spill_store_bytes > allowed(row)]
     assert spilling == []
