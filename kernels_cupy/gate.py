@@ -34,7 +34,7 @@ from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, l
 from kernels_cupy.covering import select, variant_of
 from kernels_cupy.device import device_record, trim_pool
 from kernels_cupy.lanes_plans import LanesPlan
-from kernels_cupy.launch import load_driver
+from kernels_cupy.launch import chains_here, load_driver
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import log_in_bf16, verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
@@ -370,7 +370,8 @@ def main() -> int:
     if options.ptx:
         os.environ[PTX_VARIABLE] = str(options.ptx)  # the processes of both pools inherit it
     load_cupy()
-    load_driver()
+    if chains_here():
+        load_driver()
     start = time.perf_counter()
     wanted = [case for case in cases(options.trees, options.quick) if case.plan is None or runs_here(case.plan)]
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)

@@ -34,7 +34,7 @@ RATIOS = {
 
 
 def earlier_profile() -> Path:
-    """The step times kept of the H200 profile before the shipped one, as a profile that `gpu` can name."""
+    """The step times kept of an earlier H200 profile, as a profile that `gpu` can name."""
     return data_path("earlier", "h200")
 
 

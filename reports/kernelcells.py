@@ -114,7 +114,7 @@ def cells(alone: Steps, chained: Steps) -> list[Cell]:
                 line["public_us"],
                 line["public_kernel"],
                 row.latency_us_p50 if row else None,
-                row.bytes_moved if row else 0,
+                next((step.bytes_moved for step in (row, beside) if step), 0),
                 beside.latency_us_p50 if beside else None,
             )
         )

@@ -120,13 +120,16 @@ def score(record: Record) -> str:
             verdicts = Counter(cell.verdict for cell in line)
             gains = [cell.public_us / cell.measured_us for cell in line if cell.measured_us]
             gain = f"{min(gains):.2f} to {max(gains):.2f}" if gains else NONE
-            counts = [verdicts["met"], verdicts["missed"], verdicts["slower than public"]]
+            counts = {
+                "met": verdicts["met"],
+                "missed, faster than public": verdicts["missed"],
+                "slower than public": verdicts["slower than public"],
+                "not measured": verdicts["not measured"],
+            }
             if record.chained:
-                counts.insert(1, sum(cell.alone_verdict == "met" for cell in line))
-            rows.append((f"{name} state, {kernel.title}", *(str(count or NONE) for count in counts), gain))
-    met = ("met", "met alone") if record.chained else ("met",)
-    header = ("cells", *met, "missed, faster than public", "slower than public", "public time over ours")
-    return f"{text}\n\n{table(header, rows)}"
+                counts["met alone"] = sum(cell.alone_verdict == "met" for cell in line)
+            rows.append((f"{name} state, {kernel.title}", *(str(count or NONE) for count in counts.values()), gain))
+    return f"{text}\n\n{table(('cells', *counts, 'public time over ours'), rows)}"
 
 
 def targets(state: str) -> Callable[[Record], str]:
@@ -153,10 +156,10 @@ def targets(state: str) -> Callable[[Record], str]:
 
 def floors(record: Record) -> str:
     def cell_text(cell: Cell) -> str:
-        if cell.measured_us is None:
+        if not cell.bytes_moved:
             return NONE
         floor = cell.floor_us(record.bandwidth)
-        return f"{us(floor)}, {100 * floor / cell.measured_us:.0f} %"
+        return f"{us(floor)}, {100 * floor / cell.measured_us:.0f} %" if cell.measured_us else f"{us(floor)}, {NONE}"
 
     parts = [f"{name} state:\n\n{_by_batch(grid(record.cells, state), cell_text)}" for state, name in STATES.items()]
     return "\n\n".join(parts)
@@ -200,8 +203,8 @@ def errors(record: Record) -> str:
         )
         rows.append((method, STATES[state], *values, str(worst["trees"])))
     found = table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
-    chained = evidence.chained(record.folder)
-    return f"{found}\n\n{chained}" if chained else found
+    notes = (evidence.older_records(record.folder), evidence.chained(record.folder))
+    return "\n\n".join(filter(None, [found, *notes]))
 
 
 def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:

@@ -27,8 +27,9 @@
 // 108 to 113 KiB for 64 rows and an fp32 state.
 // Order. Cursors; the first tile as soon as the slot is known, then the log; gates, keys and queries with the cursors, or,
 // in a CTA that starts beside the launch before it (`early`), when that has ended. An early CTA makes sums and norms of the
-// log meanwhile, and folds its first tile if its request folds. Requests that fold come first in a batch of up to 32: their
-// CTAs live longer, and must not be the last. Decays of all heads are made at once. For each head: the first tile meets the
+// log meanwhile, and folds its first tile if its request folds. With more than 16 rows, requests that fold come first in a
+// batch of up to 32: their CTAs live longer, and must not be the last. Decays of all heads are made at once. For each head:
+// the first tile meets the
 // keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy of a tile starts when the one
 // before is in registers. v of the tree and u of the log are prefetched into the L2 cache by the CTA's start and loaded
 // where a tile begins, with 32 rows after the small matrices: registers. States leave the L2 cache first, cursors last.

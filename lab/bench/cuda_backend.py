@@ -17,7 +17,7 @@ from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
-from kernels_cupy.launch import load_driver
+from kernels_cupy.launch import chains_here, load_driver
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.problems import LOG_METHODS, verification_problem
 from kernels_cupy.sessions import SESSIONS, CudaSession
@@ -59,7 +59,8 @@ class CudaBackend:
 
     def __init__(self, eager: bool = False) -> None:
         load_cupy()
-        load_driver()
+        if chains_here():
+            load_driver()
         self.eager = eager
         self.host_processes = 1 if eager else max(1, min(len(os.sched_getaffinity(0)) - 1, 12))  # eager times the host
 
@@ -123,7 +124,7 @@ class CudaBackend:
         return tuple(phase for phase in PHASES if has[phase])
 
     def timers(self, phase: str) -> tuple[str, ...]:
-        timed = {"graph": True, "chained": phase == "step", "eager": self.eager}
+        timed = {"graph": True, "chained": phase == "step" and chains_here(), "eager": self.eager}
         return tuple(timer for timer in TIMERS if timed[timer])
 
     def bytes_moved(self, point: Point, phase: str) -> float:

@@ -108,6 +108,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
     monkeypatch.setattr(cuda_backend, "load_driver", lambda: None)
+    monkeypatch.setattr(cuda_backend, "chains_here", lambda: True)
     monkeypatch.setattr(device, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
@@ -288,3 +289,13 @@ def test_the_mean_of_committed_rows_is_that_of_the_point() -> None:
     for batch in (16, 64, 256):
         shape = Shape("treelog", HEADS, batch, DraftTree.chain(3))
         assert shape.committed().mean() == pytest.approx(2.4, abs=1 / batch)
+
+
+@pytest.mark.parametrize(("chains", "wanted"), [(True, ("graph", "chained", "eager")), (False, ("graph", "eager"))])
+def test_steps_are_timed_chained_where_the_gpu_chains(
+    fake_gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, chains: bool, wanted: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(cuda_backend, "chains_here", lambda: chains)
+    backend = CudaBackend(eager=True)
+    assert backend.timers("step") == wanted
+    assert backend.timers("verify") == ("graph", "eager")

@@ -168,10 +168,8 @@ def test_chained_steps_are_judged_with_the_time_alone_beside_them(tmp_path: Path
     text = PARTS["score"](record)
     assert "**1 of 70 cells meet their target, 0 of 70 are slower than the strongest public kernel.** 69 have" in text
     assert "Alone, 0 meet it and 1 are slower.\n\nThese are times of *chained* launches" in text
-    assert (
-        "| cells | met | met alone | missed, faster than public | slower than public | public time over ours |" in text
-    )
-    assert "| fp32 state, chain of 4 rows | 1 | – | – | – | 1.51 to 1.51 |" in text
+    assert "| cells | met | missed, faster than public | slower than public | not measured | met alone |" in text
+    assert "| fp32 state, chain of 4 rows | 1 | – | – | 4 | – | 1.51 to 1.51 |" in text
     text = PARTS["cells, fp32 state"](record)
     assert "| **10.0** / 11 = 0.91<br>alone 11.9 = 1.08<br>met<br>15.1 ReplaySSM (SGLang) |" in text
     assert "| not measured / 31<br>alone 99.0 = 3.19<br>42.7 ReplaySSM (vLLM fork) |" in text
@@ -179,7 +177,7 @@ def test_chained_steps_are_judged_with_the_time_alone_beside_them(tmp_path: Path
 
 def test_a_profile_without_chained_steps_speaks_of_none(tmp_path: Path) -> None:
     record = record_of(tmp_path, [step("treelog", "chain:3", 4)])
-    own = set(PARTS) - {"ceilings"}  # which repeats what a profile says of itself
+    own = set(PARTS) - {"ceilings", "errors"}  # which repeat what a profile says of itself
     assert not any(re.search("chained|alone", PARTS[name](record), re.IGNORECASE) for name in own)
 
 
