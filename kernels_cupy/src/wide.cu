@@ -25,14 +25,14 @@
 // rows one after another: keys and queries come there by asynchronous copies of 16 bytes. Then: keys of the log and its
 // weights, a state tile for each warp, the small matrices of one head, `Small`. 35 KiB for 16 rows and a bf16 state,
 // 108 to 113 KiB for 64 rows and an fp32 state.
-// Order. Cursors; the first tile as soon as the slot is known, then the log; gates, keys and queries with the cursors, or,
-// in a CTA that starts beside the launch before it (`early`), when that has ended. An early CTA makes sums and norms of the
-// log meanwhile, and folds its first tile if its request folds. With more than 16 rows, requests that fold come first in a
-// batch of up to 32: their CTAs live longer, and must not be the last. Decays of all heads are made at once. For each head:
-// the first tile meets the
-// keys, its successor is asked for, then Grams, weights and inverses, then the solve; the copy of a tile starts when the one
-// before is in registers. v of the tree and u of the log are prefetched into the L2 cache by the CTA's start and loaded
-// where a tile begins, with 32 rows after the small matrices: registers. States leave the L2 cache first, cursors last.
+// Order. Cursors; the first tile as soon as the slot is known, then the log; gates, keys and queries with the cursors,
+// or, in a CTA that starts beside the launch before it (`early`), when that has ended. An early CTA makes sums and
+// norms of the log meanwhile, and folds its first tile if its request folds. With more than 16 rows, requests that fold
+// come first in a batch of up to 32: their CTAs live longer, and must not be the last. Decays of all heads are made at
+// once. For each head: the first tile meets the keys, its successor is asked for, then Grams, weights and inverses,
+// then the solve; the copy of a tile starts when the one before is in registers. v of the tree and u of the log are
+// prefetched into the L2 cache by the CTA's start and loaded where a tile begins, with 32 rows after the small
+// matrices: registers. States leave the L2 cache first, cursors last.
 // Occupancy. MIN_CTAS bounds the registers: up to 255 for 64 rows (two CTAs), 168 or 128 for 32 (three or four), 96 for
 // 16 with a bf16 state (five); the tightest bounds spill (resources.csv). A plan asks for so much shared memory that no
 // more CTAs fit than it says: else those of a small chained launch crowd on the multiprocessors that are free first. CTAs
