@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.device import trim_pool
@@ -28,8 +26,9 @@ from lab.methods.protocol import STATE_DTYPES
 from lab.trees import parse_tree
 
 LAYERS = 3
-#: Steps of a case at least; more where the log of a request takes longer to fill, so that every log is folded.
-STEPS = 7
+#: Steps of a case at least, and of one request, whose short launches overlap the most; more where the log of a request
+#: takes longer to fill, so that every log is folded.
+STEPS, STEPS_OF_ONE = 7, 49
 TREES = ("chain:0", "chain:1", "chain:3", "chain:7", "binary:15", "binary:31", "binary:63")
 BATCHES = (1, 5, 32)
 #: The batch of other heads than 16/32 of 128, and of other methods than treelog.
@@ -64,7 +63,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        steps = STEPS * (STEPS if self.batch == 1 else 1)  # the shortest launches overlap the most
+        steps = STEPS_OF_ONE if self.batch == 1 else STEPS
         if self.method not in LOG_METHODS:
             return steps
         return max(steps, int(self.shape.cycles().max()) + 1)
@@ -120,11 +119,7 @@ def written(case: Case, chained: bool) -> dict[str, Any]:
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of the arrays that are not the same bit for bit; NaNs of the same bits are."""
-    return [name for name, array in one.items() if not np.array_equal(_bytes(array), _bytes(other[name]))]
-
-
-def _bytes(array: Any) -> Any:
-    return np.frombuffer(array.tobytes(), np.uint8)
+    return [name for name, array in one.items() if array.tobytes() != other[name].tobytes()]
 
 
 def records(quick: bool = False, processes: int = 8) -> list[dict[str, Any]]:

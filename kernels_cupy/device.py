@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels_cupy.compiler import load_cupy
+from kernels_cupy.launch import chains_here, load_driver
 
 #: What NVML says holds a clock down, by bit.
 THROTTLES = {
@@ -14,6 +15,13 @@ THROTTLES = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
+
+
+def check_gpu() -> None:
+    """Raise `MissingError` when CuPy, a GPU or, on one that chains launches, cuda-bindings is not there."""
+    load_cupy()
+    if chains_here():
+        load_driver()
 
 
 def device_record() -> dict[str, Any]:

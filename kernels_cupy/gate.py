@@ -32,9 +32,8 @@ from kernels_cupy.arrays import state_bits
 from kernels_cupy.choice import candidates, runs_here
 from kernels_cupy.compiler import PTX_VARIABLE, compile_variants, kernel_hash, load_cupy
 from kernels_cupy.covering import select, variant_of
-from kernels_cupy.device import device_record, trim_pool
+from kernels_cupy.device import check_gpu, device_record, trim_pool
 from kernels_cupy.lanes_plans import LanesPlan
-from kernels_cupy.launch import chains_here, load_driver
 from kernels_cupy.plans import BlockPlan, Problem, StreamPlan, VerifyPlan
 from kernels_cupy.problems import log_in_bf16, verification_problem
 from kernels_cupy.sessions import SESSIONS, LogSession
@@ -369,9 +368,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.ptx:
         os.environ[PTX_VARIABLE] = str(options.ptx)  # the processes of both pools inherit it
-    load_cupy()
-    if chains_here():
-        load_driver()
+    check_gpu()
     start = time.perf_counter()
     wanted = [case for case in cases(options.trees, options.quick) if case.plan is None or runs_here(case.plan)]
     compile_variants([(p.file, p.kernel, p.macros) for case in wanted if (p := case.plan)], options.processes)
@@ -391,8 +388,9 @@ def main() -> int:
     print(f"{len(record)} cases, {red} red, {time.perf_counter() - start:.0f} s")
     if options.out:
         device = device_record()["name"] + (f", compiled for compute_{options.ptx}" if options.ptx else "")
-        result = {"device": device, "kernel_hash": kernel_hash(), "summary": summary, "cases": record}
-        result["chained"] = in_chains
+        result = {
+            "device": device, "kernel_hash": kernel_hash(), "summary": summary, "cases": record, "chained": in_chains,
+        }  # fmt: skip
         options.out.write_text(record_text(result), encoding="utf-8")
     return int(red + unlike > 0)
 

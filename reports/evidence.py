@@ -31,14 +31,17 @@ STEP_BATCHES = (1, 8, 32, 128, 256)
 
 def device(folder: Path = H200) -> dict[str, Any]:
     """The device record of a profile."""
-    record: dict[str, Any] = json.loads((folder / "device.json").read_text(encoding="utf-8"))
+    return _record(folder, "device")
+
+
+def _record(folder: Path, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return record
 
 
 def gate(folder: Path = H200) -> list[dict[str, Any]]:
     """Cases, trees and worst errors of the correctness gate, by method and state dtype."""
-    summary = json.loads((folder / "gate.json").read_text(encoding="utf-8"))["summary"]
-    return [{"name": name, **worst} for name, worst in summary.items()]
+    return [{"name": name, **worst} for name, worst in _record(folder, "gate")["summary"].items()]
 
 
 def older_records(folder: Path = H200) -> str:
@@ -46,17 +49,13 @@ def older_records(folder: Path = H200) -> str:
     older = device(folder).get("older_records") or []
     if not older:
         return ""
-    lack = (
-        ""
-        if "chained" in json.loads((folder / "gate.json").read_text(encoding="utf-8"))
-        else ("; that of the gate has no chained launches")
-    )
+    lack = "" if "chained" in _record(folder, "gate") else "; that of the gate has no chained launches"
     return f"Records of earlier kernels than those of this profile: {', '.join(older)}{lack}."
 
 
 def chained(folder: Path = H200) -> str:
     """What the gate found of chained launches, in a sentence; nothing where it ran none."""
-    found = json.loads((folder / "gate.json").read_text(encoding="utf-8")).get("chained")
+    found = _record(folder, "gate").get("chained")
     if not found:
         return ""
     red = [entry for entry in found if entry["differs"]]
@@ -87,13 +86,13 @@ def bf16_drift(folder: Path = H200) -> list[dict[str, Any]]:
 
 
 def _loops(folder: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((folder / "drift.json").read_text(encoding="utf-8"))["rows"]
+    rows: list[dict[str, Any]] = _record(folder, "drift")["rows"]
     return rows
 
 
 def decays(folder: Path = H200) -> dict[str, list[float]]:
     """Slowest and fastest decay of a step by name of the closed loops' regimes."""
-    found: dict[str, list[float]] = json.loads((folder / "drift.json").read_text(encoding="utf-8"))["decays"]
+    found: dict[str, list[float]] = _record(folder, "drift")["decays"]
     return found
 
 

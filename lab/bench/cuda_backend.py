@@ -17,7 +17,7 @@ from kernels_cupy import device, timer
 from kernels_cupy.arrays import host_floats
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
-from kernels_cupy.launch import chains_here, load_driver
+from kernels_cupy.launch import chains_here
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.problems import LOG_METHODS, verification_problem
 from kernels_cupy.sessions import SESSIONS, CudaSession
@@ -58,9 +58,7 @@ class CudaBackend:
     methods: tuple[str, ...] = CUDA_METHODS
 
     def __init__(self, eager: bool = False) -> None:
-        load_cupy()
-        if chains_here():
-            load_driver()
+        device.check_gpu()
         self.eager = eager
         self.host_processes = 1 if eager else max(1, min(len(os.sched_getaffinity(0)) - 1, 12))  # eager times the host
 

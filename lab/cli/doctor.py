@@ -96,13 +96,11 @@ def _nvrtc() -> str:
 
 def _gpu_kernels() -> str:
     """Whether the CUDA kernels can be launched, or what they lack."""
-    from kernels_cupy.compiler import load_cupy
-    from kernels_cupy.launch import load_driver
+    from kernels_cupy.device import check_gpu
     from lab.errors import MissingError
 
     try:
-        load_cupy()
-        load_driver()
+        check_gpu()
     except MissingError as error:
         return f"not available: {error}"
     return "ready: treewy bench --backend cuda"

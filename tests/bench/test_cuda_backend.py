@@ -107,7 +107,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         return run
 
     monkeypatch.setattr(cuda_backend, "load_cupy", lambda: cp)
-    monkeypatch.setattr(cuda_backend, "load_driver", lambda: None)
+    monkeypatch.setattr(device, "load_driver", lambda: None)
+    monkeypatch.setattr(device, "chains_here", lambda: True)
     monkeypatch.setattr(cuda_backend, "chains_here", lambda: True)
     monkeypatch.setattr(device, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")

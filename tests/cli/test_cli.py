@@ -127,7 +127,8 @@ def test_models_and_trees_print_json(call: Any) -> None:
 
 
 def test_doctor_says_that_chained_launches_lack_their_module(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels_cupy.compiler.load_cupy", lambda: None)
+    monkeypatch.setattr("kernels_cupy.device.load_cupy", lambda: None)
+    monkeypatch.setattr("kernels_cupy.device.chains_here", lambda: True)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     load_driver.cache_clear()
     found = json.loads(call("doctor", "--json")[1])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernels_cupy.chained import Case, run, written
-from kernels_cupy.compiler import load_cupy
-from kernels_cupy.launch import load_driver
+from kernels_cupy.device import check_gpu
 from lab.errors import MissingError
 
 pytestmark = pytest.mark.gpu
@@ -21,8 +20,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _gpu() -> None:
     try:
-        load_cupy()
-        load_driver()
+        check_gpu()
     except MissingError as error:
         pytest.skip(str(error))
 

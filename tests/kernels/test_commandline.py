@@ -160,8 +160,7 @@ def test_the_gate_is_red_where_a_chained_launch_differs(
     differs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     found = [{"method": "treelog", "plan": "stream-w4", "differs": differs}]
-    for name in ("load_cupy", "load_driver", "chains_here"):
-        monkeypatch.setattr(gate, name, lambda: None)
+    monkeypatch.setattr(gate, "check_gpu", lambda: None)
     monkeypatch.setattr(gate, "cases", lambda trees, quick: iter(()))
     monkeypatch.setattr(gate, "device_record", lambda: {"name": "a GPU"})
     monkeypatch.setattr(gate.chained, "records", lambda quick, processes: found)
