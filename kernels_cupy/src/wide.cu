@@ -604,7 +604,7 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 
   // ---- third wave of the early, who fold their first tile while they wait ----
   if (early) {
-    if (LOG_BLOCKS) {
+    if (LOG_BLOCKS && length > 0) {
       copy_wait_all();
       __syncthreads();
       norms_of_log();
