@@ -32,7 +32,7 @@ def candidates(problem: Problem, shared_bytes: int = MAX_SHARED_BYTES, warpgroup
     plans: list[VerifyPlan] = [*block_plans(problem), *stream_plans(problem), *lanes_plans(problem)]
     if warpgroups:
         plans += wide_plans(problem)
-    return [plan for plan in plans if plan.shared_bytes <= shared_bytes]
+    return [plan for plan in plans if plan.requested_bytes <= shared_bytes]
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +64,7 @@ def modelled_plan(
     More value heads per CTA share keys and Grams, fewer fill a small batch's idle multiprocessors.
     """
     plans = block_plans(problem)
-    fits = [plan for plan in plans if plan.shared_bytes <= shared_bytes] or plans[-1:]
+    fits = [plan for plan in plans if plan.requested_bytes <= shared_bytes] or plans[-1:]
 
     def cost(plan: BlockPlan) -> float:
         waves = -(-batch * plan.ctas_per_request // (multiprocessors * plan.ctas_per_multiprocessor))
@@ -82,4 +82,4 @@ def plan_here(problem: Problem, batch: int) -> VerifyPlan:
 
 def runs_here(plan: VerifyPlan) -> bool:
     """Whether the current GPU has the shared memory and the instructions of a plan."""
-    return plan.shared_bytes <= shared_bytes_per_cta() and (plan.file not in ARCHITECTURES or has_warpgroups())
+    return plan.requested_bytes <= shared_bytes_per_cta() and (plan.file not in ARCHITECTURES or has_warpgroups())

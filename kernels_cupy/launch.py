@@ -19,13 +19,15 @@ class Launch:
 
     `chained` lets it start while the launch before it in the stream still runs (programmatic dependent launch): until
     that one has ended, it reads only what is older, such as its states and its log, and may fold the log. The launch
-    before must not write those. It must be an ordinary one, or a chained one that waits itself before it lets the next
-    start, as the kernels here do (`wait_for_launch_before` in common.cuh). GPUs before Hopper launch one after another
-    all the same.
+    before must not write those, nor the ancestor masks or the gates' parameters. It must be an ordinary one, or a
+    chained one that waits itself before it lets the next start, as the kernels here do (`wait_for_launch_before` in
+    common.cuh). GPUs before Hopper launch one after another all the same.
 
     `arguments` are CuPy arrays and NumPy scalars. `early_ctas`, for kernels that take them as their last argument: how
     many CTAs of an ordinary launch, and of a chained one, ask for state and log first, as those do that start beside
     the launch before. In an ordinary launch that changes the order of loads and nothing else.
+
+    A chained call raises `MissingError` without cuda-bindings and `LaunchError` when the driver refuses.
     """
 
     def __init__(

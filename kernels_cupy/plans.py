@@ -88,7 +88,7 @@ class VerifyPlan(ABC):
 
     @property
     def resident_ctas(self) -> int | None:
-        """CTAs that a multiprocessor runs at a time, if the kernel wants to know."""
+        """CTAs that a multiprocessor runs at a time; None where the kernel takes no `early_ctas`."""
         return None
 
     def grid(self, batch: int) -> tuple[int, ...]:

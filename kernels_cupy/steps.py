@@ -134,7 +134,7 @@ class Step:
     and may start while that one ends. With one layer it is `step` itself. `cut` puts another plan, or the chosen one,
     in the place of the verification's; serial methods have none. `fed`: all operands of a layer are what the layer
     before puts out, in one of two buffers that take turns, so that a launch which reads or writes them too early gives
-    something else; and a request of a larger batch is padding.
+    something else; and of more than two requests the middle one is padding.
     """
 
     def __init__(

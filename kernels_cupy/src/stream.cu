@@ -349,8 +349,9 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     const int r = 2 * t + (i & 1) + 8 * (i >> 1), byte = 2 * g * (int)sizeof(log_t);
     return (const log_t*)(side + U_OFFSET + u_place(r, byte >> 4) + (byte & 15));
   };
-  // Fold the log into the tile in a stage, S <- e^{G_h} S + sum_j fold_j u_j k_j^T, and write it.
-  auto fold_tile = [&](int stage, const u8* side) {
+  // Fold the log into the tile in a stage, S <- e^{G_h} S + sum_j fold_j u_j k_j^T, and write it. A bf16 tile is folded in
+  // its place; `then` gets the keys of a k-step of an fp32 one, of value rows 2 g and 2 g + 1.
+  auto fold_tile = [&](int stage, const u8* side, auto then) {
 #if LOG_BLOCKS
     u32 part[LOG_BLOCKS][3][4];  // weighted u of the log
 #pragma unroll
@@ -402,27 +403,30 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     for (int i = 0; i < PIECES; i++)
       *(uint4*)(tile + place_in_tile(i, lane)) = *(const uint4*)(stages + stage + place_in_stage(i, lane));
 #else
-    float4* pieces = (float4*)(stages + stage) + lane;
+    const float4* pieces = (const float4*)(stages + stage) + lane;
 #pragma unroll 1
-    for (int j = 0; j < K_STEPS; j++) {
-      u32 x[4];
-      float left[4] = {}, right[4] = {};
-      float4 y = pieces[64 * j], z = pieces[64 * j + 32];  // keys of value row 2 g, and of 2 g + 1
+    for (int pair = 0; pair < K_STEPS; pair += 2)
 #pragma unroll
-      for (int block = 0; block < LOG_BLOCKS; block++) {
-        load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+      for (int odd = 0; odd < 2; odd++) {
+        const int j = pair + odd;
+        u32 x[4];
+        float left[4] = {}, right[4] = {};
+        float4 y = pieces[64 * j], z = pieces[64 * j + 32];
 #pragma unroll
-        for (int p = PARTS - 1; p >= 0; p--) {
-          mma(left, part[block][p], x[0], x[1]);
-          mma(right, part[block][p], x[2], x[3]);
+        for (int block = 0; block < LOG_BLOCKS; block++) {
+          load_matrix4_transposed(x, fold_address + block * 32 * DIM + (fold_offset ^ (32 * j)));
+#pragma unroll
+          for (int p = PARTS - 1; p >= 0; p--) {
+            mma(left, part[block][p], x[0], x[1]);
+            mma(right, part[block][p], x[2], x[3]);
+          }
         }
+        y = make_float4(fmaf(all, y.x, left[0]), fmaf(all, y.y, left[1]), fmaf(all, y.z, right[0]), fmaf(all, y.w, right[1]));
+        z = make_float4(fmaf(all, z.x, left[2]), fmaf(all, z.y, left[3]), fmaf(all, z.z, right[2]), fmaf(all, z.w, right[3]));
+        *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = y;
+        *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = z;
+        then(pair, odd, y, z);
       }
-      y = make_float4(fmaf(all, y.x, left[0]), fmaf(all, y.y, left[1]), fmaf(all, y.z, right[0]), fmaf(all, y.w, right[1]));
-      z = make_float4(fmaf(all, z.x, left[2]), fmaf(all, z.y, left[3]), fmaf(all, z.z, right[2]), fmaf(all, z.w, right[3]));
-      pieces[64 * j] = y, pieces[64 * j + 32] = z;
-      *(float4*)(tile + 2 * g * DIM + 16 * j + 4 * t) = y;
-      *(float4*)(tile + (2 * g + 1) * DIM + 16 * j + 4 * t) = z;
-    }
 #endif
 #endif
   };
@@ -437,7 +441,10 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       weigh_fold();
       copy_wait_all();
       __syncwarp();
-      fold_tile(0, sides);
+      fold_tile(0, sides, [&](int pair, int odd, float4 y, float4 z) {
+        float4* pieces = (float4*)stages + 64 * (pair + odd) + lane;
+        pieces[0] = y, pieces[32] = z;
+      });
     }
     load_rows();
   }
@@ -450,7 +457,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   // ---- log decays along the paths: every lane jumps to the ancestor of its ancestor ----
   const float beta = is_tree ? sigmoid(gate_value(gates.b, gates_bf16)) : 0.f;
   const float own_decay = is_tree ? log_decay(gate_value(gates.a, gates_bf16), gates.A_log, gates.dt_bias) : 0.f;
-  if (LOG_BLOCKS < 2 ? row >= 0 : true) G = own_decay;
+  if (LOG_BLOCKS == 2 || row >= 0) G = own_decay;
   if (of_tree || of_log || flush) {
     const u32 above = is_tree ? mask & ~(1u << row) : 0;
     const int of_root = LOG_BLOCKS == 2 || flush ? -1 : length - 1;  // who is above the root
@@ -518,7 +525,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     copy_wait<STAGES - 1>();
     __syncwarp();  // what other lanes copied is there too
     const u8* side = sides + side_place;
-    if (flush && !(folded && n == 0)) fold_tile(stage, side);
+    const bool folds = flush && !(folded && n == 0);
     auto copy_next = [&] {  // when every lane has read the stage
       __syncwarp();
       if (n + STAGES < tiles_per_warp) {
@@ -528,6 +535,7 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
       if (STAGES == 1) copy_commit();
     };
 #if STATE_BF16
+    if (folds) fold_tile(stage, side, [](int, int, float4, float4) {});
     u32 S[K_STEPS][4];  // the whole tile, so that the next can be asked for before it is multiplied
 #pragma unroll
     for (int j = 0; j < K_STEPS; j++) load_matrix4(S[j], first_stage + stage + (matrix ^ (32 * j)));
@@ -535,16 +543,20 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
 #pragma unroll
     for (int j = 0; j < K_STEPS; j++) multiply(S[j], S[j], j, j % 2);
 #else
-    const uint4* pieces = (const uint4*)(stages + stage) + lane;
-#pragma unroll
-    for (int j = 0; j < K_STEPS; j++) {
+    auto multiply_parts = [&](int j, int odd, float4 y, float4 z) {
       u32 hi[4], lo[4];
-      const uint4 x = pieces[64 * j], y = pieces[64 * j + 32];
-      split2(__uint_as_float(x.x), __uint_as_float(x.y), hi[0], lo[0]);
-      split2(__uint_as_float(y.x), __uint_as_float(y.y), hi[1], lo[1]);
-      split2(__uint_as_float(x.z), __uint_as_float(x.w), hi[2], lo[2]);
-      split2(__uint_as_float(y.z), __uint_as_float(y.w), hi[3], lo[3]);
-      multiply(hi, lo, j, j % 2);
+      split2(y.x, y.y, hi[0], lo[0]);
+      split2(z.x, z.y, hi[1], lo[1]);
+      split2(y.z, y.w, hi[2], lo[2]);
+      split2(z.z, z.w, hi[3], lo[3]);
+      multiply(hi, lo, j, odd);
+    };
+    if (folds) {
+      fold_tile(stage, side, [&](int pair, int odd, float4 y, float4 z) { multiply_parts(pair + odd, odd, y, z); });
+    } else {
+      const float4* pieces = (const float4*)(stages + stage) + lane;
+#pragma unroll
+      for (int j = 0; j < K_STEPS; j++) multiply_parts(j, j % 2, pieces[64 * j], pieces[64 * j + 32]);
     }
     copy_next();
 #endif
