@@ -17,7 +17,7 @@ from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.device import trim_pool
 from kernels_cupy.launch import chains_here
 from kernels_cupy.plans import VerifyPlan
-from kernels_cupy.problems import LOG_METHODS, verification_problem
+from kernels_cupy.problems import LOG_METHODS
 from kernels_cupy.steps import Shape, Step
 from kernels_cupy.timer import graph_of
 from lab.methods import SERIAL_METHODS
@@ -72,8 +72,7 @@ class Case:
         """How the current GPU cuts the verification; None: a serial method."""
         if self.method in SERIAL_METHODS:
             return None
-        heads, tree = self.shape.heads, self.shape.tree
-        return plan_here(verification_problem(self.method, heads, tree.num_rows, tree.max_depth + 1), self.batch)
+        return plan_here(self.shape.problem, self.batch)
 
     def record(self) -> dict[str, Any]:
         """What identifies the case in a record."""

@@ -23,6 +23,8 @@ from lab.profiles.plans import shipped_tables
 PTX_VARIABLE = "TREEWY_PTX"
 SOURCE_DIR = Path(__file__).parent / "src"
 OPTIONS = ("-std=c++17",)
+#: What CuPy adds when it compiles a module itself; without the second, NVRTC 13.0 has no generic lambdas in kernels.
+CUPY_OPTIONS = ("-ftz=true", "-default-device")
 
 #: Source file -> its kernels.
 KERNELS = {
@@ -138,7 +140,7 @@ def _module(file: str, options: tuple[str, ...]) -> Any:
     if arch := f"compute_{capability}" if capability else ARCHITECTURES.get(file):
         from kernels_cupy.cubin import module
 
-        return module(file, arch, (*options, "-ftz=true"))  # as CuPy's own modules
+        return module(file, arch, (*options, *CUPY_OPTIONS))
     return load_cupy().RawModule(code=source_text(file), options=options, backend="nvrtc")
 
 

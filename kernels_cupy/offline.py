@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kernels_cupy import commandline, compiler
 from kernels_cupy.choice import modelled_plan
-from kernels_cupy.compiler import KERNELS, macro_options, source_text
+from kernels_cupy.compiler import CUPY_OPTIONS, KERNELS, macro_options, source_text
 from kernels_cupy.covering import MachineCode, machine_code, shipped_plans
 from kernels_cupy.lanes_plans import lanes_plans
 from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
@@ -171,7 +171,7 @@ def _nvrtc(variant: Variant, arch: str, library: Path) -> str:
     text = source_text(variant.file).encode()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, variant.file.encode(), 0, None, None):
         raise RuntimeError("nvrtcCreateProgram failed")
-    words = [f"-arch={arch}", "--ptxas-options=-v", *macro_options(dict(variant.macros))]
+    words = [f"-arch={arch}", "--ptxas-options=-v", *CUPY_OPTIONS, *macro_options(dict(variant.macros))]
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)
     size = ctypes.c_size_t()

@@ -15,8 +15,10 @@ from typing import ClassVar
 from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 
-#: Dynamic shared memory of one CTA on sm_90 and sm_100 (sm_80 has 163 KiB), and of a multiprocessor.
-MAX_SHARED_BYTES = 227 * 1024
+#: Shared memory of a multiprocessor of sm_90 and sm_100; each CTA takes 1 KiB more than it asks for.
+MULTIPROCESSOR_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
+#: Dynamic shared memory of one CTA there (sm_80 has 163 KiB).
+MAX_SHARED_BYTES = MULTIPROCESSOR_BYTES - SYSTEM_BYTES
 #: Paths of more rows keep L to 24 bits: 17 bits cost 2.6e-5 on 64 rows that write nearly one key without decay.
 LONG_PATH = 16
 #: Most tree rows of `stream.cu`, and most log rows beside so many tree rows.
@@ -162,9 +164,9 @@ class BlockPlan(VerifyPlan):
 
     @property
     def ctas_per_multiprocessor(self) -> int:
-        """CTAs that share the 228 KiB of a multiprocessor (1 KiB of each is the system's) and its registers."""
+        """CTAs that share the shared memory and the registers of a multiprocessor."""
         by_registers = (16 if self.tiles <= 4 else 8) // self.warps
-        return min(228 * 1024 // (self.shared_bytes + 1024), by_registers) or 1
+        return min(MULTIPROCESSOR_BYTES // (self.shared_bytes + SYSTEM_BYTES), by_registers) or 1
 
     @property
     def ctas_per_request(self) -> int:
@@ -272,7 +274,7 @@ class StreamPlan(VerifyPlan):
     @property
     def fits(self) -> bool:
         """Whether a multiprocessor has the shared memory for as many warps as the registers are divided among."""
-        return 228 * 1024 // (self.shared_bytes + 1024) >= self.macros["MIN_CTAS"]
+        return MULTIPROCESSOR_BYTES // (self.shared_bytes + SYSTEM_BYTES) >= self.macros["MIN_CTAS"]
 
     def grid(self, batch: int) -> tuple[int, ...]:
         """A CTA per share of a key head and request, two for the last requests."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from kernels_cupy.closed_form import Fold, Layer, Log, Verification, tree_masks
 from kernels_cupy.compiler import load_cupy
 from kernels_cupy.fill import layer_operands, layer_outputs, layer_states
-from kernels_cupy.plans import VerifyPlan
-from kernels_cupy.problems import LOG_METHODS, log_in_bf16, log_limits
+from kernels_cupy.plans import Problem, VerifyPlan
+from kernels_cupy.problems import LOG_METHODS, log_in_bf16, log_limits, verification_problem
 from kernels_cupy.serial import Recurrence, Scatter, commit_index
 from lab.errors import UsageError
 from lab.methods import SERIAL_METHODS
@@ -46,6 +46,11 @@ class Shape:
         """Rows that a step commits on average: 60 % of a chain's rows, a path of 3 on trees."""
         rows = self.tree.num_rows
         return max(0.6 * rows, 1.0) if self.tree.is_chain else float(min(3, self.tree.max_depth + 1))
+
+    @property
+    def problem(self) -> Problem:
+        """What decides how the verification is cut; the method is not a serial one."""
+        return verification_problem(self.method, self.heads, self.tree.num_rows, self.tree.max_depth + 1)
 
     @property
     def log_limits(self) -> tuple[int, int]:

@@ -6,12 +6,10 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels_cupy.plans import LONG_PATH, Problem, VerifyPlan, check_heads
+from kernels_cupy.plans import LONG_PATH, MULTIPROCESSOR_BYTES, SYSTEM_BYTES, Problem, VerifyPlan, check_heads
 
 #: Most log rows and tree rows of `wide.cu`; fewer tree rows than the least would leave half of a product empty.
 LOG_ROWS, LEAST_ROWS, MOST_ROWS = 16, 9, 64
-#: Shared memory of a multiprocessor; each CTA takes 1 KiB more than it asks for.
-MULTIPROCESSOR_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
 
 
 @dataclass(frozen=True, slots=True)

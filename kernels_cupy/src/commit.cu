@@ -161,9 +161,7 @@ fold_rows(const Layer* __restrict__ layers, const int* __restrict__ slots, int r
     for (int r = tid / LANES; r < 16 * blocks; r += THREADS / LANES) {
       uint4 words = make_uint4(0, 0, 0, 0);
       if (r < length) words = *(const uint4*)(k_records + ((i64)rows[r] * key_heads + key_head) * DIM + piece * 8);
-      float sum = sum_of_squares(words);
-#pragma unroll
-      for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      const float sum = sum_over<LANES>(sum_of_squares(words));
       store_keys(keys, r, piece * 8, words);
       if (piece == 0) scale[r] = rsqrtf(sum + norm_eps);
     }

@@ -211,6 +211,25 @@ DEVICE float sum_of_squares(uint4 w) {
   return sum;
 }
 
+// The sum over COUNT neighbouring lanes, a power of two, in all of them.
+template <int COUNT>
+DEVICE float sum_over(float x) {
+#pragma unroll
+  for (int step = COUNT / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+// Sums of squares of rows, each in LANES neighbouring lanes; the rows' exchanges wait for each other's results together.
+template <int LANES, int COUNT>
+DEVICE void sums_of_squares(const uint4 (&words)[COUNT], float (&sums)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) sums[i] = sum_of_squares(words[i]);
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
+}
+
 // ---- gates ----
 
 // A gate as it is stored. A load is waited for where its result is first used, conversion included: what has other loads to

@@ -41,12 +41,6 @@ DEVICE void store_state(const float (&s)[ROWS_PER_LANE][PIECES][4], state_t* til
     }
 }
 
-DEVICE float sum_of_eight(float x) {
-#pragma unroll
-  for (int step = 4; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
 // This lane's keys of one row, normalised; pieces of 4 at columns 4 lane + 32 i.
 DEVICE void load_normalised(float (&x)[PIECES][4], const u16* row, float factor, float norm_eps) {
   float sum = 0.f;
@@ -57,7 +51,7 @@ DEVICE void load_normalised(float (&x)[PIECES][4], const u16* row, float factor,
 #pragma unroll
     for (int c = 0; c < 4; c++) sum = fmaf(x[i][c], x[i][c], sum);
   }
-  const float scale = factor / sqrtf(sum_of_eight(sum) + norm_eps);
+  const float scale = factor / sqrtf(sum_over<8>(sum) + norm_eps);
 #pragma unroll
   for (int i = 0; i < PIECES; i++)
 #pragma unroll
@@ -118,7 +112,7 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
           s[r][i][c] *= decay;
           dot = fmaf(s[r][i][c], key[i][c], dot);
         }
-      const float u = beta * (values[r] - sum_of_eight(dot));
+      const float u = beta * (values[r] - sum_over<8>(dot));
       dot = 0.f;
 #pragma unroll
       for (int i = 0; i < PIECES; i++)
@@ -127,7 +121,7 @@ recur(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restric
           s[r][i][c] = fmaf(u, key[i][c], s[r][i][c]);
           dot = fmaf(s[r][i][c], query[i][c], dot);
         }
-      out[r] = sum_of_eight(dot);
+      out[r] = sum_over<8>(dot);
     }
     if (lane == 0)
       *(uint2*)(output + (token * value_heads + value_head) * DIM + value) =

@@ -309,13 +309,6 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
     if (i < tiles_per_warp) copy_u(first_side + i * SIDE_BYTES);
 
   // ---- what only the log decides: its keys and their norms, sums of its decays, what a fold takes of its rows ----
-  auto place_keys = [&](u16* to, int r, uint4 w, float* scale, float factor) {
-    float sum = sum_of_squares(w);
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    place_row(to, r, piece * 8, w);
-    if (piece == 0) *scale = factor * rsqrtf(sum + norm_eps);
-  };
   // Sums of decays. With one block of log rows, lanes 0-15 have theirs in G; with two, all lanes in log_G.
   double G = 0.0, log_G = 0.0;
   double& of_log_row = LOG_BLOCKS == 2 ? log_G : G;
@@ -329,10 +322,15 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   };
   auto place_log = [&] {
     if (!LOG_BLOCKS) return;
+    float sums[LOG_PASSES];
+    sums_of_squares<LANES>(log_words, sums);
 #pragma unroll
     for (int i = 0; i < LOG_PASSES; i++) {
       const int r = tid / LANES + i * ROWS_AT_ONCE;
-      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) place_keys(log_keys, r, log_words[i], &scales.log[r], 1.f);
+      if (LOG_ROWS % ROWS_AT_ONCE == 0 || r < LOG_ROWS) {
+        place_row(log_keys, r, piece * 8, log_words[i]);
+        if (piece == 0) scales.log[r] = rsqrtf(sums[i] + norm_eps);
+      }
     }
   };
   auto weigh_fold = [&] {  // when the norms are there
@@ -476,15 +474,22 @@ verify_stream(const u16* __restrict__ q, const u16* __restrict__ k, const u16* _
   }
 
   // ---- keys and queries to shared memory, norms; records of the keys ----
+  {
+    float sums[PASSES];
+    int record_of[PASSES];
+    sums_of_squares<LANES>(words, sums);
 #pragma unroll
-  for (int i = 0; i < PASSES; i++) {
-    const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
-    if (2 * ROWS % ROWS_AT_ONCE == 0 || column < 2 * ROWS) {
-      place_keys(keys, column, words[i], &scales.tree[column],
-                 column & 1 ? (DIM == 128 ? 0.08838834764831845f : 0.125f) : 1.f);
-      const int to = shuffle(tree_record, 16 + r);
-      if (share == 0 && !(column & 1) && r < rows)  // what it overwrites is no log row of this launch
-        *(uint4*)(k_records + ((record_base + to) * key_heads + key_head) * DIM + piece * 8) = words[i];
+    for (int i = 0; i < PASSES; i++) record_of[i] = shuffle(tree_record, 16 + first_mine + i * (ROWS_AT_ONCE / 2));
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+      const int column = tid / LANES + i * ROWS_AT_ONCE, r = column >> 1;
+      if (2 * ROWS % ROWS_AT_ONCE == 0 || column < 2 * ROWS) {
+        place_row(keys, column, piece * 8, words[i]);
+        if (share == 0 && !takes_query && r < rows)  // what it overwrites is no log row of this launch
+          *(uint4*)(k_records + ((record_base + record_of[i]) * key_heads + key_head) * DIM + piece * 8) = words[i];
+        if (piece == 0)
+          scales.tree[column] = (takes_query ? (DIM == 128 ? 0.08838834764831845f : 0.125f) : 1.f) * rsqrtf(sums[i] + norm_eps);
+      }
     }
   }
   if (!early) place_log();

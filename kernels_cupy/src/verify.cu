@@ -226,9 +226,7 @@ verify(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restri
 
   // ---- keys and queries to shared memory, norms, gates ----
   auto place_keys = [&](u16* keys, int row, uint4 words, float* scale, float factor) {
-    float sum = sum_of_squares(words);
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    const float sum = sum_over<LANES>(sum_of_squares(words));
     store_keys(keys, row, piece * 8, words);
     if (piece == 0) *scale = factor * rsqrtf(sum + norm_eps);
   };

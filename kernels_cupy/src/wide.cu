@@ -235,14 +235,6 @@ DEVICE float norm_of(const u8* row, int pitch) {
   return sum[0] + sum[1];
 }
 
-// Sum over COUNT neighbouring lanes.
-template <int COUNT>
-DEVICE float sum_over(float x) {
-#pragma unroll
-  for (int step = COUNT / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
 // T - I of every block from L, which is there as floats: [T_11, 0; T_21, T_22] of blocks of 16 rows, T_21 = -T_22 L_21 T_11.
 // `otherwise(first, count)` runs on `count` threads from `first` on: those without a block, or all after theirs.
 template <typename Other>
@@ -532,8 +524,16 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       logged[2 * i + 1] = load_logged((const log_t*)(from + record.y * record_bytes));
     }
   };
-  // A fold, S <- e^{G_h} S + sum_j fold_j u_j k_j^T, in three pieces: the weighted u of the log as a first operand,
-  auto weigh_log = [&](const HeadRows& head, const logged_t(&logged)[4], u32(&part)[3][4]) {
+  // Fold the log into the tile, S <- e^{G_h} S + sum_j fold_j u_j k_j^T, in its place, and write it.
+  auto fold_tile = [&](const HeadRows& head, const logged_t(&logged)[4]) {
+    [[maybe_unused]] const u32 matrix = anew(stage) + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
+    // Keys 2 t, 2 t + 1 (i < 2) or 2 t + 8, 2 t + 9 of k-step j, of value row 2 g (i even) or 2 g + 1.
+    [[maybe_unused]] auto two_keys = [&](int j, int i) {
+      const int piece = 4 * j + (t >> 1) + 2 * (i >> 1);
+      return (float2*)(memory + STAGES_AT + anew(warp) * STAGE_BYTES + (2 * g + (i & 1)) * ROW_BYTES + (piece ^ (g & 3) << 1) * 16 + (t & 1) * 8);
+    };
+    u32 part[3][4];
+    const float whole = head.fold[16];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = 2 * t + 8 * i;
@@ -542,36 +542,47 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
       split(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
       split(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
     }
-  };
-  // its products with the keys of AT_ONCE k-steps (`load(odd)` reads a bf16 tile there, before any of it is overwritten;
-  // `fold(odd, i, more)` gets what is added to two keys, i as in `two_keys`),
-  constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // as registers allow
-  auto fold_k_steps = [&](int first, const u32(&part)[3][4], auto load, auto fold) {
     const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
-    float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
-    u32 x[AT_ONCE][4];
-#pragma unroll
-    for (int odd = 0; odd < AT_ONCE; odd++) {
-      load_matrix4_transposed(x[odd], fold_keys + 2 * (first + odd) * LOG_PITCH);
-      load(odd);
-    }
-#if STATE_BF16
-    __syncwarp();  // every lane has read these keys of the tile
-#endif
-#pragma unroll
-    for (int p = PARTS - 1; p >= 0; p--)
+    constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // k-steps, as registers allow
+#pragma unroll 1
+    for (int pair = 0; pair < K_STEPS; pair += AT_ONCE) {
+      float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
+      u32 x[AT_ONCE][4];
+      [[maybe_unused]] u32 S[AT_ONCE][4];
 #pragma unroll
       for (int odd = 0; odd < AT_ONCE; odd++) {
-        mma_in_order(left[odd], part[p], x[odd][0], x[odd][1]);
-        mma_in_order(right[odd], part[p], x[odd][2], x[odd][3]);
+        load_matrix4_transposed(x[odd], fold_keys + 2 * (pair + odd) * LOG_PITCH);
+#if STATE_BF16
+        load_matrix4(S[odd], matrix + 32 * (pair + odd));
+#endif
       }
+#if STATE_BF16
+      __syncwarp();  // every lane has read these keys of the tile
+#endif
 #pragma unroll
-    for (int odd = 0; odd < AT_ONCE; odd++)
+      for (int p = PARTS - 1; p >= 0; p--)
 #pragma unroll
-      for (int i = 0; i < 4; i++) fold(odd, i, (i < 2 ? left : right)[odd] + 2 * (i & 1));
-  };
-  // and the write of a bf16 tile, from where it was folded.
-  auto write_tile = [&] {
+        for (int odd = 0; odd < AT_ONCE; odd++) {
+          mma_in_order(left[odd], part[p], x[odd][0], x[odd][1]);
+          mma_in_order(right[odd], part[p], x[odd][2], x[odd][3]);
+        }
+#pragma unroll
+      for (int odd = 0; odd < AT_ONCE; odd++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int j = pair + odd;
+          const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
+#if STATE_BF16
+          const u32 two = S[odd][i];
+          *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) =
+              pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
+#else
+          float2& two = *two_keys(j, i);
+          two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
+          *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
+#endif
+        }
+    }
 #if STATE_BF16
     __syncwarp();
 #pragma unroll
@@ -581,41 +592,6 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
           *(const uint4*)(own_stage + ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16);
     }
 #endif
-  };
-  // All of it in the tile's place: of the first tile, whose numbers no registers wait for.
-  auto fold_tile = [&](const HeadRows& head, const logged_t(&logged)[4]) {
-    [[maybe_unused]] const u32 matrix = anew(stage) + ((lane >> 3 & 1) * 8 + (lane & 7)) * ROW_BYTES + (lane >> 4) * 16;
-    // Keys 2 t, 2 t + 1 (i < 2) or 2 t + 8, 2 t + 9 of k-step j, of value row 2 g (i even) or 2 g + 1.
-    [[maybe_unused]] auto two_keys = [&](int j, int i) {
-      const int piece = 4 * j + (t >> 1) + 2 * (i >> 1);
-      return (float2*)(memory + STAGES_AT + anew(warp) * STAGE_BYTES + (2 * g + (i & 1)) * ROW_BYTES +
-                       (piece ^ (g & 3) << 1) * 16 + (t & 1) * 8);
-    };
-    u32 part[3][4];
-    const float whole = head.fold[16];
-    weigh_log(head, logged, part);
-#pragma unroll 1
-    for (int first = 0; first < K_STEPS; first += AT_ONCE) {
-#if STATE_BF16
-      u32 S[AT_ONCE][4];
-      auto load = [&](int odd) { load_matrix4(S[odd], matrix + 32 * (first + odd)); };
-      auto fold = [&](int odd, int i, const float* more) {
-        const u32 two = S[odd][i];
-        *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * (first + odd) + 16 * (i >> 1) + 4 * t) =
-            pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
-      };
-#else
-      auto load = [](int) {};
-      auto fold = [&](int odd, int i, const float* more) {
-        const int j = first + odd;
-        float2& two = *two_keys(j, i);
-        two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
-        *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
-      };
-#endif
-      fold_k_steps(first, part, load, fold);
-    }
-    write_tile();
   };
 
   // ---- third wave of the early, who fold their first tile while they wait ----
@@ -733,33 +709,67 @@ verify_wide(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __r
 #endif
       }
     } else {
-      // Fold the log, write the tile, go on with what is in registers.
+      // Fold the log: S <- e^{G_h} S + sum_j fold_j u_j k_j^T, write it, go on with it.
       u32 part[3][4];
       const float whole = head.fold[16];
-      weigh_log(head, logged, part);
 #pragma unroll
-      for (int first = 0; first < K_STEPS; first += AT_ONCE) {
-#if STATE_BF16
-        auto load = [&](int odd) { load_matrix4(hi[first + odd], matrix + 32 * (first + odd)); };
-        auto fold = [&](int odd, int i, const float* more) {
-          const int j = first + odd;
-          const u32 two = hi[j][i];
-          hi[j][i] = pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
-          *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
-        };
-#else
-        auto load = [](int) {};
-        auto fold = [&](int odd, int i, const float* more) {
-          const int j = first + odd;
-          float2 two = *two_keys(j, i);
-          two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
-          *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
-          split2(two.x, two.y, hi[j][i], lo[j][i]);
-        };
-#endif
-        fold_k_steps(first, part, load, fold);
+      for (int i = 0; i < 2; i++) {
+        const int r = 2 * t + 8 * i;
+        const float wx = head.fold[r] * small.scale[COLUMNS + r], wy = head.fold[r + 1] * small.scale[COLUMNS + r + 1];
+        const float2 x = floats_of(logged[2 * i]), y = floats_of(logged[2 * i + 1]);
+        split(wx * x.x, wy * y.x, part[0][2 * i], part[1][2 * i], part[2][2 * i]);
+        split(wx * x.y, wy * y.y, part[0][2 * i + 1], part[1][2 * i + 1], part[2][2 * i + 1]);
       }
-      write_tile();
+      const u32 fold_keys = log_keys + (lane >> 4) * LOG_PITCH + (lane & 15) * 16;
+      constexpr int AT_ONCE = STATE_BF16 || MIN_CTAS <= 2 ? 2 : 1;  // k-steps, as registers allow
+#pragma unroll
+      for (int pair = 0; pair < K_STEPS; pair += AT_ONCE) {
+        float left[AT_ONCE][4] = {}, right[AT_ONCE][4] = {};
+        u32 x[AT_ONCE][4];
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++) {
+          load_matrix4_transposed(x[odd], fold_keys + 2 * (pair + odd) * LOG_PITCH);
+#if STATE_BF16
+          load_matrix4(hi[pair + odd], matrix + 32 * (pair + odd));
+#endif
+        }
+#if STATE_BF16
+        __syncwarp();  // every lane has read these keys of the tile
+#endif
+#pragma unroll
+        for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+          for (int odd = 0; odd < AT_ONCE; odd++) {
+            mma_in_order(left[odd], part[p], x[odd][0], x[odd][1]);
+            mma_in_order(right[odd], part[p], x[odd][2], x[odd][3]);
+          }
+#pragma unroll
+        for (int odd = 0; odd < AT_ONCE; odd++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int j = pair + odd;
+            const float* more = (i < 2 ? left : right)[odd] + 2 * (i & 1);
+#if STATE_BF16
+            const u32 two = hi[j][i];
+            hi[j][i] = pack_bf16(fmaf(whole, low_half(two), more[0]), fmaf(whole, high_half(two), more[1]));
+            *(u32*)(own_stage + ((i & 1) * 8 + g) * ROW_BYTES + 32 * j + 16 * (i >> 1) + 4 * t) = hi[j][i];
+#else
+            float2 two = *two_keys(j, i);
+            two = make_float2(fmaf(whole, two.x, more[0]), fmaf(whole, two.y, more[1]));
+            *(float2*)(tile + (2 * g + (i & 1)) * DIM + 16 * j + 8 * (i >> 1) + 2 * t) = two;
+            split2(two.x, two.y, hi[j][i], lo[j][i]);
+#endif
+          }
+      }
+#if STATE_BF16
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < DIM / 16; i++) {
+        const int row = (32 * i + lane) / CHUNKS, piece = (32 * i + lane) % CHUNKS;
+        *(uint4*)(tile + row * DIM + piece * 8) =
+            *(const uint4*)(own_stage + ((row & 1) * 8 + (row >> 1)) * ROW_BYTES + piece * 16);
+      }
+#endif
     }
     tile += 64 * DIM;
     __syncwarp();  // every lane has read the tile

@@ -19,7 +19,7 @@ from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.launch import chains_here
 from kernels_cupy.plans import Problem, VerifyPlan
-from kernels_cupy.problems import LOG_METHODS, verification_problem
+from kernels_cupy.problems import LOG_METHODS
 from kernels_cupy.sessions import SESSIONS, CudaSession
 from kernels_cupy.steps import CUDA_METHODS, Shape, Step
 from lab.bench.backend import Effort, PhaseTiming
@@ -186,4 +186,4 @@ def cycle_of(shape: Shape) -> int:
 
 def problem_of(point: Point) -> Problem:
     """What decides how the point's verification is cut; its method is not a serial one."""
-    return verification_problem(point.method, point.heads, point.tree.num_rows, point.tree.max_depth + 1)
+    return shape_of(point).problem

@@ -111,7 +111,7 @@ def test_kernels_are_compiled_to_ptx_of_an_older_gpu_on_request(
 ) -> None:
     monkeypatch.setenv(PTX_VARIABLE, "80")
     compiler.kernel("stream.cu", "verify_stream", GROUPS=2)
-    assert fake_compiler.options == [("-arch=compute_80", "-std=c++17", "-DGROUPS=2", "-ftz=true")]
+    assert fake_compiler.options == [("-arch=compute_80", "-std=c++17", "-DGROUPS=2", "-ftz=true", "-default-device")]
     path = Path(str(fake_compiler.loaded[0]["path"]))
     assert path.suffix == ".ptx"
     assert path.read_text() == "ptx of stream.cu"
@@ -137,4 +137,4 @@ def test_only_machine_code_for_hopper_has_products_of_warpgroups(
 
 def test_products_of_warpgroups_are_compiled_for_their_architecture(fake_compiler: FakeCompiler) -> None:
     compiler.kernel("wide.cu", "verify_wide", ROWS=16)
-    assert fake_compiler.options == [("-arch=sm_90a", "-std=c++17", "-DROWS=16", "-ftz=true")]
+    assert fake_compiler.options == [("-arch=sm_90a", "-std=c++17", "-DROWS=16", "-ftz=true", "-default-device")]
