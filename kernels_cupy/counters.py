@@ -1,21 +1,24 @@
 """What bounds a verification: hardware counters of its launch, and its time, clock and power when it runs for long.
 
 `python -m kernels_cupy.counters --out counters.json` measures `treelog` at the main cells, on heads 16/32. Counters are
-those of Nsight Compute (`ncu` on PATH), which is started on this module once more, with the clocks left alone and caches
-flushed before each pass; one launch of each cell. Then every cell's chained step is replayed for `--seconds`, and NVML
-says which clock the multiprocessors had and what the GPU drew in the second half.
+those of Nsight Compute (`ncu` on PATH), which is started on this module once more: one launch of each cell, with the
+clocks left alone and caches flushed before each pass. Then every cell's chained step is replayed for `--seconds`, and
+NVML says which clock the multiprocessors had and what the GPU drew in the second half.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import numpy as np
 from kernels_cupy import commandline, timer
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
-from kernels_cupy.device import check_gpu, clocks, device_record
+from kernels_cupy.device import check_gpu, clocks, device_record, power
 from kernels_cupy.gate import record_text
 from kernels_cupy.steps import Shape, Step
 from lab.errors import MissingError
@@ -40,6 +43,18 @@ CELLS = (
 PASS_BYTES, PASS_LAYERS = 200e6, 8
 #: Seconds between two readings of clock and power.
 EVERY_S = 0.02
+#: What is kept of ncu's counters, in percent of a peak; `resident_warps` is a number per scheduler.
+COUNTERS = {
+    "dram": "dram__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l1": "l1tex__throughput.avg.pct_of_peak_sustained_active",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "resident_warps": "smsp__warps_active.avg.per_cycle_active",
+}
+#: Warps that wait, by reason, per instruction issued; those which are `selected` do not wait.
+WAIT = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
+SHOWN_WAITS = 5
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
 
 
@@ -61,7 +76,7 @@ def cells() -> list[Cell]:
 
 
 def launch_each() -> None:
-    """What `ncu` looks at: one step of one layer of each cell, between the marks that switch its counters on and off."""
+    """What `ncu` looks at: a step of one layer of each cell, between the marks that switch its counters on and off."""
     cp = load_cupy()
     for cell in cells():
         step = Step(cell.shape, 1)
@@ -88,7 +103,10 @@ def counters() -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = readings(done.stdout)
     if done.returncode or len(found) != len(cells()):
-        raise MissingError(f"ncu gave counters of {len(found)} launches, {len(cells())} wanted:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise MissingError(
+            f"ncu gave counters of {len(found)} launches, {len(cells())} are needed; it said:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return found
 
 
@@ -96,10 +114,58 @@ def readings(text: str) -> list[dict[str, Any]]:
     """Counters of every launch in ncu's table of raw values."""
     lines = text.splitlines()
     head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if head is None:
-        return []
-    rows = list(csv.DictReader(lines[head:]))[1:]  # the first has the units
-    return [reading(row) for row in rows]
+    return [] if head is None else [reading(row) for row in list(csv.DictReader(lines[head:]))[1:]]  # units come first
+
+
+def reading(row: Mapping[str, str]) -> dict[str, Any]:
+    """What is kept of a launch's counters: percent, but for its time and the warps that a scheduler has at a time."""
+
+    def value(name: str) -> float:
+        return float(row[name].replace(",", ""))
+
+    waits = {found[1]: value(name) for name in row if (found := re.fullmatch(WAIT, name))}
+    whole = sum(waits.values())
+    shares = sorted(
+        ((100 * cycles / whole, name) for name, cycles in waits.items() if name != "selected"), reverse=True
+    )
+    return {
+        "launch_us": value("gpu__time_duration.sum") / 1e3,
+        **{name: value(metric) for name, metric in COUNTERS.items()},
+        "waits": {name: share for share, name in shares[:SHOWN_WAITS]},
+    }
+
+
+def sustained(cell: Cell, seconds: float) -> dict[str, Any]:
+    """Times of a chained step per layer at first and in the second half of `seconds`; clock and power in that half."""
+    cp, shape = load_cupy(), cell.shape
+    layers = max(PASS_LAYERS, int(PASS_BYTES // shape.layer_bytes()) + 1)
+    step = Step(shape, layers)
+    seen: list[tuple[float, dict[str, Any]]] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        start = time.perf_counter()
+        while not ended.wait(EVERY_S):
+            seen.append((time.perf_counter() - start, clocks() | power()))
+
+    watcher = threading.Thread(target=watch)
+    try:
+        watcher.start()
+        samples = timer.time_graph(step.chained_step, lambda samples, spent_s: spent_s > seconds)
+    finally:
+        ended.set()
+        watcher.join()
+        step.release()
+        del step
+        cp.get_default_memory_pool().free_all_blocks()
+    late = [state for at, state in seen if at > seen[-1][0] / 2]
+    return {
+        "first_us": float(np.median(samples[: timer.SAMPLES_AT_A_TIME])) / layers,
+        "sustained_us": float(np.median(samples[len(samples) // 2 :])) / layers,
+        "sm_clock_mhz": float(np.median([state["sm_clock_mhz"] for state in late])),
+        "power_w": float(np.median([state["power_w"] for state in late])),
+        "held_down_by": sorted({reason for state in late for reason in state["throttle_reasons"]}),
+    }
 
 
 def main() -> int:
@@ -107,11 +173,21 @@ def main() -> int:
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument("--out", type=commandline.out_file, help="write the record (JSON) here")
     ways.add_argument("--launches", action="store_true", help="launch each cell once, for ncu to look at")
+    parser.add_argument("--seconds", type=commandline.seconds, default=1.0, help="replays of each cell (default 1)")
     options = parser.parse_args()
     check_gpu()
     if options.launches:
         launch_each()
         return 0
+    if not power():
+        raise MissingError("clock and power come from NVML; install its bindings with: pip install nvidia-ml-py")
+    found = []
+    for cell, counted in zip(cells(), counters(), strict=True):
+        plan = plan_here(cell.shape.problem, cell.batch).name
+        found.append({**asdict(cell), "plan": plan, **counted, **sustained(cell, options.seconds)})
+        print(json.dumps(found[-1]), flush=True)
+    record = {"device": device_record(), "kernel_hash": kernel_hash(), "seconds": options.seconds, "cells": found}
+    options.out.write_text(record_text(record), encoding="utf-8")
     return 0
 
 

@@ -60,6 +60,15 @@ def clocks() -> dict[str, Any]:
         return {}
 
 
+def power() -> dict[str, float]:
+    """What the GPU draws now (W), `power_w`; empty without nvidia-ml-py."""
+    try:
+        nvml, handle = _nvml()
+        return {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3}
+    except Exception:
+        return {}
+
+
 def driver() -> dict[str, str]:
     """Driver version; empty without nvidia-ml-py."""
     try:
