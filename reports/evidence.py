@@ -27,6 +27,8 @@ STEPS = (
     ("treelog", "binary:63"),
 )
 STEP_BATCHES = (1, 8, 32, 128, 256)
+#: The gate's record of kernels compiled as for a GPU of compute capability 8.0.
+OLDER_GPU = "gate_sm80"
 
 
 def device(folder: Path = H200) -> dict[str, Any]:
@@ -72,6 +74,24 @@ def chained(folder: Path = H200) -> str:
         f"**Chained launches differ from the same launches one after another in {len(red)} of {len(found)} cases** "
         f"({places})."
     )
+
+
+def for_older_gpus(folder: Path = H200) -> str:
+    """What the gate found of kernels without Hopper's instructions, in a sentence; nothing where that was not run."""
+    if not (folder / f"{OLDER_GPU}.json").is_file():
+        return ""
+    record = _record(folder, OLDER_GPU)
+    red = sum(bool(case["failed"]) for case in record["cases"])
+    trees = sum(case["trees"] for case in record["cases"])
+    return (
+        f"{record['device']} (`gate --quick --ptx 80`): {len(record['cases'])} cases with {trees:,} trees, "
+        f"{red or 'none'} red."
+    )
+
+
+def counters(folder: Path = H200) -> dict[str, Any]:
+    """Counters, clock and power of the main cells (`kernels_cupy.counters`); empty where they were not taken."""
+    return _record(folder, "counters") if (folder / "counters.json").is_file() else {}
 
 
 def drift(folder: Path = H200) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from lab.data import read_csv
 from lab.profiles.folders import ROWS_FILE
 from lab.profiles.rows import KernelRow, read_rows
-from reports import evidence
+from reports import evidence, kernelcounters
 from reports.kernelcells import (
     HEADS,
     HEADS_BATCHES,
@@ -199,12 +199,23 @@ def errors(record: Record) -> str:
     for worst in evidence.gate(record.folder):
         method, state = worst["name"].split()
         values = (
-            f"{worst[kind]:.1e} / {limits[method, state][kind]:.0e}" if kind in worst else NONE for kind in ERROR_KINDS
+            f"{worst[kind]:.1e} / {limits[method, state][kind]:.1e}".replace(".0e-", "e-") if kind in worst else NONE
+            for kind in ERROR_KINDS
         )
         rows.append((method, STATES[state], *values, str(worst["trees"])))
     found = table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
-    notes = (evidence.older_records(record.folder), evidence.chained(record.folder))
+    notes = (read(record.folder) for read in (evidence.older_records, evidence.chained, evidence.for_older_gpus))
     return "\n\n".join(filter(None, [found, *notes]))
+
+
+def counters(record: Record) -> str:
+    lines = list(kernelcounters.rows(record.folder))
+    if not lines:
+        return "This profile has no counters: `python -m kernels_cupy.counters --out counters.json` takes them."
+    held = " ".join(
+        filter(None, [kernelcounters.held_down(record.folder), kernelcounters.lost(record.folder, record.cells)])
+    )
+    return "\n\n".join(filter(None, [table(kernelcounters.HEADER, lines), held]))
 
 
 def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:
@@ -222,4 +233,5 @@ PARTS: dict[str, Callable[[Record], str]] = {
     "floors": floors,
     "heads": heads,
     "errors": errors,
+    "counters": counters,
 }

@@ -11,16 +11,19 @@ import pytest
 
 import kernels_cupy
 from kernels_cupy import attention, chained
+from kernels_cupy.choice import choose_plan
 from kernels_cupy.compiler import LAUNCHED, SOURCE_DIR, kernel_hash
+from kernels_cupy.counters import cells as counted_cells
 from kernels_cupy.drift import BF16_GROUPS, DECAYS, FP32_RECORDS, GROUPS, bf16_failures
 from kernels_cupy.drift import failures as drift_failures
-from kernels_cupy.gate import cases
+from kernels_cupy.gate import QUICK_SIZES, cases
 from kernels_cupy.sanitize import TOOLS
 from kernels_cupy.sanitize import cases as sanitized_cases
 from kernels_cupy.steps import CUDA_METHODS
 from lab.bench.sources import source_files, source_hash, staleness
 from lab.profiles.folders import SHIPPED, is_profile, read_device
 from lab.profiles.kernels import interpolation_errors, load_profile
+from lab.profiles.plans import PLANS_FILE, read_plans
 
 AGAIN = "run python -m kernels_cupy.{} on a GPU again"
 PROFILES = sorted(folder for folder in SHIPPED.iterdir() if is_profile(folder))
@@ -73,7 +76,7 @@ def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Pa
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
-@pytest.mark.parametrize("name", ["gate", "drift"])
+@pytest.mark.parametrize("name", ["gate", "gate_sm80", "drift", "counters"])
 def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path, name: str) -> None:
     assert record_of(folder, name)["kernel_hash"] == kernel_hash() or said_older(folder, name), AGAIN.format(name)
 
@@ -88,6 +91,33 @@ def test_the_gate_ran_the_cases_that_it_has_now(folder: Path) -> None:
     )
     wanted = Counter(tuple(case.record().items()) for case in cases(trees=9))
     assert found == wanted or said_older(folder, "gate"), AGAIN.format("gate")
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_kernels_for_older_gpus_passed_the_quick_gate(folder: Path) -> None:
+    record = record_of(folder, "gate_sm80")
+    assert record["device"].endswith("compiled for compute_80")
+    assert [case for case in record["cases"] if case["failed"]] == []
+    plans = {str(case["plan"]) for case in record["cases"]}
+    assert not [plan for plan in plans if plan.startswith("wide")], "products of warpgroups are Hopper's"
+    sizes = {(case["rows"], case["max_path"]) for case in record["cases"] if case["key_heads"] == 2}
+    assert set(QUICK_SIZES) <= sizes, AGAIN.format("gate --quick --ptx 80")
+
+
+@pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_the_counters_are_of_the_plans_that_the_profile_has(folder: Path) -> None:
+    found = {
+        (cell["state_dtype"], cell["tree"], cell["batch"]): cell["plan"]
+        for cell in record_of(folder, "counters")["cells"]
+    }
+    plans = read_plans(folder / PLANS_FILE)
+    wanted = {
+        (cell.state_dtype, cell.tree, cell.batch): choose_plan(cell.shape.problem, cell.batch, plans).name
+        for cell in counted_cells()
+    }
+    assert found == wanted, AGAIN.format("counters")
 
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")

@@ -284,3 +284,46 @@ def test_another_profile_changes_the_numbers_and_leaves_the_prose(tmp_path: Path
 def test_a_page_whose_markers_do_not_fit_is_refused(broken: str) -> None:
     with pytest.raises(UsageError, match=r"each of ceilings, score, .* is needed once"):
         fill(PAGE.replace("<!-- generated: score -->", broken), Record())
+
+
+def test_counters_stand_on_the_page_with_what_the_power_cap_costs() -> None:
+    record = json.loads((H200 / "counters.json").read_text(encoding="utf-8"))
+    text = parts_of(PAGE)["counters"]
+    assert text.count("\n| ") == len(record["cells"])
+    held = [cell for cell in record["cells"] if "power cap" in cell["held_down_by"]]
+    assert f"{len(held)} of {len(record['cells'])} cells meet the power cap" in text
+    targets = {
+        (row["state_dtype"], f"{'binary' if row['kind'] == 'tree' else 'chain'}:{row['rows'] - 1}", row["batch"]): row
+        for row in read_csv("kernel_targets.csv").iter_rows(named=True)
+    }
+    met = {(c.state_dtype, c.kernel.tree, c.batch) for c in Record().cells if c.verdict == "met"}
+    lost = [
+        cell
+        for cell in record["cells"]
+        if (place := (cell["state_dtype"], cell["tree"], cell["batch"])) in met
+        and cell["sustained_us"] > targets[place]["target_us"]
+    ]
+    assert text.count(" µs / ") == len(lost) > 0
+
+
+def test_a_profile_without_counters_says_how_to_take_them(tmp_path: Path) -> None:
+    assert "`python -m kernels_cupy.counters --out counters.json`" in PARTS["counters"](record_of(tmp_path, []))
+
+
+def test_a_cool_gpu_is_not_said_to_be_held_down(tmp_path: Path) -> None:
+    record = json.loads((H200 / "counters.json").read_text(encoding="utf-8"))
+    cells = [{**cell, "held_down_by": [], "sustained_us": 1.0} for cell in record["cells"]]
+    (tmp_path / "counters.json").write_text(json.dumps(record | {"cells": cells}), encoding="utf-8")
+    text = PARTS["counters"](record_of(tmp_path, []))
+    assert text.count("\n| ") == len(cells)
+    assert "Replayed" not in text
+    assert "miss the target" not in text
+
+
+def test_kernels_for_older_gpus_are_told_where_the_gate_ran_them(tmp_path: Path) -> None:
+    assert "compute_80" not in PARTS["errors"](record_of(tmp_path, []))
+    case = {"failed": ["u"], "trees": 45}
+    text = json.dumps({"device": "A GPU, compiled for compute_80", "cases": [case, {**case, "failed": []}]})
+    (tmp_path / "gate_sm80.json").write_text(text, encoding="utf-8")
+    sentence = "A GPU, compiled for compute_80 (`gate --quick --ptx 80`): 2 cases with 90 trees, 1 red."
+    assert sentence in PARTS["errors"](record_of(tmp_path, []))
