@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kernels_cupy.arrays import NAN_BITS
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.device import trim_pool
@@ -31,8 +32,6 @@ LAYERS = 3
 STEPS, STEPS_OF_ONE = 7, 49
 TREES = ("chain:0", "chain:1", "chain:3", "chain:7", "binary:15", "binary:31", "binary:63")
 BATCHES = (1, 5, 32)
-#: Bits of a bf16 NaN, in outputs before the first step.
-UNWRITTEN = 0xFFFF
 #: The batch of other heads than 16/32 of 128, and of other methods than treelog.
 SMALL_BATCH = 5
 #: Other methods and the tree of each.
@@ -109,7 +108,7 @@ def written(case: Case, chained: bool) -> dict[str, Any]:
     try:
         for name, array in step.arrays().items():
             if name.startswith("output"):  # nothing writes those of a padding request
-                array.fill(UNWRITTEN)
+                array.fill(NAN_BITS)
         graph, stream = graph_of(step.chained_step if chained else step.phases["step"])
         for _ in range(case.steps):
             graph.launch(stream)

@@ -17,8 +17,12 @@ from lab.files import check_writable
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and exit: 0 done, 1 a check failed, 2 unusable input, 3 a device or extra is missing."""
-    sys.exit(exit_code(main))
+    """Run `main` and exit: 0 done, 1 a check failed, 2 unusable input, 3 a device or extra is missing, 130 Ctrl-C."""
+    try:
+        sys.exit(exit_code(main))
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
 
 
 def whole(lowest: int = 1, highest: int | None = None) -> Callable[[str], int]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,10 +26,11 @@ import numpy as np
 from kernels_cupy import commandline, timer
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
-from kernels_cupy.device import check_gpu, clocks, device_record, power
+from kernels_cupy.device import check_gpu, clocks, device_record, power, trim_pool
 from kernels_cupy.gate import record_text
 from kernels_cupy.steps import Shape, Step
 from lab.errors import MissingError
+from lab.files import replace_text
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import STATE_DTYPES
 from lab.trees import parse_tree
@@ -54,7 +55,13 @@ COUNTERS = {
 }
 #: Warps that wait, by reason, per instruction issued; those which are `selected` do not wait.
 WAIT = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
-SHOWN_WAITS = 5
+KEPT_WAITS = 5
+#: Names of the kernels that verify, as a regular expression.
+VERIFICATIONS = "^verify"
+NO_NVML = (
+    "NVML gave no clock or no power of this GPU; install its bindings with: pip install nvidia-ml-py, and let this "
+    "process see the device"
+)
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
 
 
@@ -90,22 +97,34 @@ def launch_each() -> None:
 
 
 def counters() -> list[dict[str, Any]]:
-    """Counters of each cell's launch, in percent of what the GPU can do, and shares of the reasons why warps wait."""
+    """Counters of each cell's launch, in percent of what the GPU can do, and shares of the reasons why warps wait.
+
+    Raises `MissingError` without `ncu`, and with its words when it does not give them.
+    """
     tool = shutil.which("ncu")
     if tool is None:
         raise MissingError("ncu is not on PATH; it comes with the CUDA toolkit (Nsight Compute)")
     command = [
-        tool, "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", "regex:^verify_",
-        *(word for section in SECTIONS for word in ("--section", section)), "--metrics", "dram__bytes.sum",
+        tool, "--clock-control", "none", "--profile-from-start", "off", "--kernel-name", f"regex:{VERIFICATIONS}",
+        *(word for section in SECTIONS for word in ("--section", section)), "--metrics", ",".join(COUNTERS.values()),
         "--csv", "--page", "raw", "--print-units", "base",
         sys.executable, "-m", "kernels_cupy.counters", "--launches",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = readings(done.stdout)
-    if done.returncode or len(found) != len(cells()):
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"}, check=False
+    )
+    wanted = len(cells())
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        worst = [line for line in said if "ERROR" in line] or said or ["nothing"]
+        raise MissingError(f"ncu ended with {done.returncode} and said: {worst[-1]}")
+    try:
+        found = readings(done.stdout)
+    except KeyError as error:
+        raise MissingError(f"ncu gave no counter {error}; one of Nsight Compute 2025.3 is known to") from None
+    if len(found) != wanted:
         raise MissingError(
-            f"ncu gave counters of {len(found)} launches, {len(cells())} are needed; it said:\n"
-            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"ncu gave counters of {len(found)} launches, {wanted} are needed; does it let you read counters?"
         )
     return found
 
@@ -121,44 +140,59 @@ def reading(row: Mapping[str, str]) -> dict[str, Any]:
     """What is kept of a launch's counters: percent, but for its time and the warps that a scheduler has at a time."""
 
     def value(name: str) -> float:
-        return float(row[name].replace(",", ""))
+        text = row[name] or ""
+        try:
+            number = float(text.replace(",", ""))
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise MissingError(f"ncu gave {text!r} as {name}; a number is needed")
+        return number
 
     waits = {found[1]: value(name) for name in row if (found := re.fullmatch(WAIT, name))}
-    whole = sum(waits.values())
+    whole = sum(waits.values()) or 1.0
     shares = sorted(
         ((100 * cycles / whole, name) for name, cycles in waits.items() if name != "selected"), reverse=True
     )
     return {
         "launch_us": value("gpu__time_duration.sum") / 1e3,
         **{name: value(metric) for name, metric in COUNTERS.items()},
-        "waits": {name: share for share, name in shares[:SHOWN_WAITS]},
+        "waits": {name: share for share, name in shares[:KEPT_WAITS]},
     }
+
+
+class Watch:
+    """Ends sampling after `seconds` of replays; reads clock and power at first and every `EVERY_S` of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._seen: list[tuple[float, dict[str, Any]]] = []
+
+    def __call__(self, samples_us: Sequence[float], spent_s: float) -> bool:
+        done = spent_s >= self.seconds
+        if done or not self._seen or spent_s >= self._seen[-1][0] + EVERY_S:
+            self._seen.append((spent_s, clocks() | power()))
+        return done
+
+    def late(self) -> list[dict[str, Any]]:
+        """What was read in the second half; the end at least."""
+        return [state for spent_s, state in self._seen if spent_s >= self.seconds / 2]
 
 
 def sustained(cell: Cell, seconds: float) -> dict[str, Any]:
     """Times of a chained step per layer at first and in the second half of `seconds`; clock and power in that half."""
-    cp, shape = load_cupy(), cell.shape
+    shape = cell.shape
     layers = max(PASS_LAYERS, int(PASS_BYTES // shape.layer_bytes()) + 1)
-    step = Step(shape, layers)
-    seen: list[tuple[float, dict[str, Any]]] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        start = time.perf_counter()
-        while not ended.wait(EVERY_S):
-            seen.append((time.perf_counter() - start, clocks() | power()))
-
-    watcher = threading.Thread(target=watch)
+    step, watch = Step(shape, layers), Watch(seconds)
     try:
-        watcher.start()
-        samples = timer.time_graph(step.chained_step, lambda samples, spent_s: spent_s > seconds)
+        samples = timer.time_graph(step.chained_step, watch)
     finally:
-        ended.set()
-        watcher.join()
         step.release()
         del step
-        cp.get_default_memory_pool().free_all_blocks()
-    late = [state for at, state in seen if at > seen[-1][0] / 2]
+        trim_pool(0)
+    late = [state for state in watch.late() if {"sm_clock_mhz", "power_w"} <= state.keys()]
+    if not late:
+        raise MissingError(NO_NVML)
     return {
         "first_us": float(np.median(samples[: timer.SAMPLES_AT_A_TIME])) / layers,
         "sustained_us": float(np.median(samples[len(samples) // 2 :])) / layers,
@@ -173,21 +207,21 @@ def main() -> int:
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument("--out", type=commandline.out_file, help="write the record (JSON) here")
     ways.add_argument("--launches", action="store_true", help="launch each cell once, for ncu to look at")
-    parser.add_argument("--seconds", type=commandline.seconds, default=1.0, help="replays of each cell (default 1)")
+    parser.add_argument("--seconds", type=commandline.seconds, default=1.5, help="seconds of replays per cell (1.5)")
     options = parser.parse_args()
     check_gpu()
     if options.launches:
         launch_each()
         return 0
-    if not power():
-        raise MissingError("clock and power come from NVML; install its bindings with: pip install nvidia-ml-py")
+    if not (clocks() and power()):
+        raise MissingError(NO_NVML)
     found = []
     for cell, counted in zip(cells(), counters(), strict=True):
         plan = plan_here(cell.shape.problem, cell.batch).name
         found.append({**asdict(cell), "plan": plan, **counted, **sustained(cell, options.seconds)})
         print(json.dumps(found[-1]), flush=True)
     record = {"device": device_record(), "kernel_hash": kernel_hash(), "seconds": options.seconds, "cells": found}
-    options.out.write_text(record_text(record), encoding="utf-8")
+    replace_text(options.out, record_text(record))
     return 0
 
 

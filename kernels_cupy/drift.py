@@ -21,6 +21,7 @@ from kernels_cupy.device import device_record
 from kernels_cupy.gate import dense_states, record_text, state_error
 from kernels_cupy.sessions import SESSIONS, LogSession
 from lab.bf16 import round_bf16
+from lab.files import replace_text
 from lab.methods import SERIAL_METHODS
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
@@ -167,7 +168,7 @@ def main() -> int:
     if options.out:
         device = device_record()["name"]
         record = {"device": device, "kernel_hash": kernel_hash(), "batch": BATCH, "decays": DECAYS, "rows": rows}
-        options.out.write_text(record_text(record), encoding="utf-8")
+        replace_text(options.out, record_text(record))
     return int(any(row["failed"] for row in rows))
 
 

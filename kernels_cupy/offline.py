@@ -27,6 +27,7 @@ from kernels_cupy.lanes_plans import lanes_plans
 from kernels_cupy.plans import Problem, VerifyPlan, stream_plans
 from kernels_cupy.wide_plans import wide_plans
 from lab.errors import MissingError
+from lab.files import replace_text
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import STATE_DTYPES
 
@@ -143,7 +144,15 @@ def _nvcc(variant: Variant, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / variant.file
         source.write_text(source_text(variant.file), encoding="utf-8")
-        command = ["nvcc", "-cubin", "-Xptxas", "-v", f"-arch={arch}", *macro_options(dict(variant.macros))]
+        command = [
+            "nvcc",
+            "-cubin",
+            "-Xptxas",
+            "-v",
+            "-ftz=true",
+            f"-arch={arch}",
+            *macro_options(dict(variant.macros)),
+        ]
         done = subprocess.run(
             [*command, "-o", f"{folder}/out.cubin", str(source)], capture_output=True, text=True, check=False
         )
@@ -201,7 +210,7 @@ def main() -> int:
     words = f"file to write (default {TABLE.name})"
     parser.add_argument("--out", type=commandline.out_file, default=str(TABLE), help=words)
     out: Path = parser.parse_args().out
-    out.write_text(table(), encoding="utf-8")
+    replace_text(out, table())
     return 0
 
 

@@ -27,6 +27,7 @@ from kernels_cupy.gate import cases as gate_cases
 from kernels_cupy.plans import BlockPlan
 from kernels_cupy.sessions import SESSIONS
 from lab.errors import MissingError
+from lab.files import replace_text
 from lab.methods.protocol import SessionSpec
 
 #: Parts that run side by side under each tool.
@@ -108,7 +109,7 @@ def record(path: Path) -> int:
         for output, process in zip(outputs, processes, strict=True):
             if process.returncode:
                 print(output[-4000:], file=sys.stderr)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_text(path, "\n".join(lines) + "\n")
     return int(failed)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lab
+from lab.errors import UsageError
 from lab.profiles.folders import ROWS_FILE
 from lab.profiles.rows import read_rows
 
@@ -37,7 +38,13 @@ def device(folder: Path = H200) -> dict[str, Any]:
 
 
 def _record(folder: Path, name: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    path = folder / f"{name}.json"
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} is missing; give a folder with a profile and its records") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON text: {error}; write it again") from None
     return record
 
 
@@ -81,6 +88,8 @@ def for_older_gpus(folder: Path = H200) -> str:
     if not (folder / f"{OLDER_GPU}.json").is_file():
         return ""
     record = _record(folder, OLDER_GPU)
+    if not record["cases"]:
+        return ""
     red = sum(bool(case["failed"]) for case in record["cases"])
     trees = sum(case["trees"] for case in record["cases"])
     return (

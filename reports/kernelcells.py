@@ -13,15 +13,23 @@ from typing import Literal
 
 from lab.data import read_csv
 from lab.profiles.rows import KernelRow
+from lab.trees import parse_tree
 
 Verdict = Literal["met", "missed", "slower than public", "not measured"]
 
+#: State types as the page names them.
+STATES = {"float32": "fp32", "bfloat16": "bf16"}
 HEADS = (16, 32)
 HEAD_DIM = 128
 #: Heads that are held against `HEADS`, at these batches, and how much longer than there a byte may take.
 OTHER_HEADS = ((16, 48), (16, 64), (2, 8))
 HEADS_BATCHES = (64, 128, 256, 512)
 HEADS_TOLERANCE = 0.15
+
+
+def us(value: float) -> str:
+    """Microseconds with three digits, a tenth at least."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,14 @@ class Kernel:
     def of(cls, kind: str, rows: int) -> Kernel:
         """The kernel of a kind (`decode`, `chain` or `tree`) and number of rows."""
         return cls("treelog", f"{'binary' if kind == 'tree' else 'chain'}:{rows - 1}", rows, kind)
+
+    @classmethod
+    def of_tree(cls, text: str) -> Kernel:
+        """The kernel that verifies a tree (`chain:0`, `binary:15`)."""
+        tree = parse_tree(text)
+        return cls(
+            "treelog", text, tree.num_rows, ("chain" if tree.num_rows > 1 else "decode") if tree.is_chain else "tree"
+        )
 
 
 @dataclass(frozen=True, slots=True)

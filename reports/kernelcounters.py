@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lab.trees import parse_tree
 from reports import evidence
-from reports.kernelcells import Cell
+from reports.kernelcells import STATES, Cell, Kernel, us
 
-STATES = {"float32": "fp32", "bfloat16": "bf16"}
+#: Schedulers of a multiprocessor, of which the counters give one.
+SCHEDULERS = 4
 #: Counters in percent of a peak, by the name of their column.
 PERCENT = {"DRAM %": "dram", "L2 %": "l2", "L1 %": "l1", "tensor %": "tensor", "issue %": "issue"}
 #: Why warps wait, as Nsight Compute names it -> in words.
@@ -46,13 +46,13 @@ def held_down(folder: Path = evidence.H200) -> str:
     held = [cell for cell in record.get("cells", ()) if cell["held_down_by"]]
     if not held:
         return ""
-    reasons = " and ".join(sorted({reason for cell in held for reason in cell["held_down_by"]}))
-    slower = [cell["sustained_us"] / cell["first_us"] - 1 for cell in held]
+    reasons = ", ".join(sorted({reason for cell in held for reason in cell["held_down_by"]}))
+    longer = [max(100 * (cell["sustained_us"] / cell["first_us"] - 1), 0) for cell in held]
     return (
-        f"Replayed for {record['seconds']:g} s, {len(held)} of {len(record['cells'])} cells meet the {reasons}: their "
-        f"clock falls to {min(cell['sm_clock_mhz'] for cell in held):.0f} to "
+        f"Replayed for {record['seconds']:g} s, {len(held)} of {len(record['cells'])} cells have their clock held down "
+        f"({reasons}): it falls to {min(cell['sm_clock_mhz'] for cell in held):.0f} to "
         f"{max(cell['sm_clock_mhz'] for cell in held):.0f} MHz, and a step takes "
-        f"{100 * max(min(slower), 0):.0f} to {100 * max(slower):.0f} % longer than at first."
+        f"{min(longer):.0f} to {max(longer):.0f} % longer than at first."
     )
 
 
@@ -61,7 +61,7 @@ def lost(folder: Path, judged: Iterable[Cell]) -> str:
     targets = {(cell.state_dtype, cell.kernel.tree, cell.batch): cell for cell in judged if cell.verdict == "met"}
     found = [
         f"{STATES[place[0]]} {targets[place].kernel.title} at batch {place[2]} "
-        f"({_us(cell['sustained_us'])} µs / {targets[place].target_us:g})"
+        f"({cell['sustained_us']:.1f} µs / {targets[place].target_us:g})"
         for cell in evidence.counters(folder).get("cells", ())
         if (place := (cell["state_dtype"], cell["tree"], cell["batch"])) in targets
         and cell["sustained_us"] > targets[place].target_us
@@ -72,16 +72,10 @@ def lost(folder: Path, judged: Iterable[Cell]) -> str:
 
 
 def _row(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    tree = parse_tree(cell["tree"])
-    kind = "plain decode" if tree.num_rows == 1 else f"{'chain' if tree.is_chain else 'tree'} of {tree.num_rows} rows"
     waits = sorted(cell["waits"].items(), key=lambda wait: -wait[1])[:SHOWN_WAITS]
     return (
-        STATES[cell["state_dtype"]], kind, str(cell["batch"]), f"`{cell['plan']}`",
-        *(f"{cell[name]:.0f}" for name in PERCENT.values()), f"{4 * cell['resident_warps']:.0f}",
+        STATES[cell["state_dtype"]], Kernel.of_tree(cell["tree"]).title, str(cell["batch"]), f"`{cell['plan']}`",
+        *(f"{cell[name]:.0f}" for name in PERCENT.values()), f"{SCHEDULERS * cell['resident_warps']:.0f}",
         ", ".join(f"{WAITS.get(name, name)} {share:.0f} %" for name, share in waits),
-        _us(cell["first_us"]), _us(cell["sustained_us"]), f"{cell['sm_clock_mhz']:.0f}", f"{cell['power_w']:.0f}",
+        us(cell["first_us"]), us(cell["sustained_us"]), f"{cell['sm_clock_mhz']:.0f}", f"{cell['power_w']:.0f}",
     )  # fmt: skip
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

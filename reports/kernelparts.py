@@ -18,15 +18,16 @@ from reports.kernelcells import (
     HEADS_BATCHES,
     HEADS_TOLERANCE,
     OTHER_HEADS,
+    STATES,
     Cell,
     Steps,
     cells,
     grid,
     other_heads,
+    us,
 )
 from reports.roofline import TENSOR_FLOPS
 
-STATES = {"float32": "fp32", "bfloat16": "bf16"}
 NONE = "–"
 #: What the times of a profile with chained steps are.
 CHAINED = (
@@ -82,11 +83,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     ruler = f"|{'---|' * len(header)}"
     head, *body = (f"| {' | '.join(line)} |" for line in (header, *rows))
     return "\n".join((head, ruler, *body))
-
-
-def us(value: float) -> str:
-    """Microseconds with three digits, a tenth at least."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def ceilings(record: Record) -> str:
@@ -186,9 +182,10 @@ def heads(record: Record) -> str:
             rows.append(line)
         parts.append(f"{name} state:\n\n{table(header, rows)}")
     within = sum(other.within for other in all_found)
+    others = "; the others are bold" if within < len(all_found) else ""
     goal = (
         f"**{within} of {len(all_found)} take at most {100 * HEADS_TOLERANCE:.0f} % longer per byte than heads "
-        f"{HEADS[0]}/{HEADS[1]}**; the others are bold."
+        f"{HEADS[0]}/{HEADS[1]}**{others}."
     )
     return "\n\n".join([goal, *parts])
 

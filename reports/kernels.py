@@ -10,10 +10,11 @@ import re
 import sys
 from pathlib import Path
 
-from lab.errors import UsageError
+from lab.errors import UsageError, exit_code
 from lab.files import replace_text
 from reports import evidence
-from reports.kernelparts import PARTS, STATES, Record
+from reports.kernelcells import STATES
+from reports.kernelparts import PARTS, Record
 from reports.roofline import roofline_svg, spots
 
 _PART = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -57,7 +58,4 @@ def write_page(path: Path, folder: Path = evidence.H200) -> None:
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python -m reports.kernels docs/kernels.md [PROFILE_FOLDER]")
-    try:
-        write_page(*map(Path, sys.argv[1:]))
-    except UsageError as error:
-        sys.exit(str(error))
+    sys.exit(exit_code(lambda: write_page(*map(Path, sys.argv[1:]))))

@@ -219,7 +219,8 @@ DEVICE float sum_over(float x) {
   return x;
 }
 
-// Sums of squares of rows, each in LANES neighbouring lanes; the rows' exchanges wait for each other's results together.
+// Sums of squares of rows, each in LANES neighbouring lanes; the rows' exchanges do not
+// depend on each other, so that their latencies overlap.
 template <int LANES, int COUNT>
 DEVICE void sums_of_squares(const uint4 (&words)[COUNT], float (&sums)[COUNT]) {
 #pragma unroll

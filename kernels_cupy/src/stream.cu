@@ -25,16 +25,17 @@
 // with an fp32 state 13 % longer.
 // Order. Cursors first; as soon as the slot is known the first tiles; then what needs the log's row list, and v. A CTA that
 // starts beside the launch before it (`early`) has asked for all of the state and the log by the time it may read keys,
-// queries, gates and v, and if its request folds it has folded its first tiles; all others ask for keys, queries and gates
-// together with the cursors. A bf16 tile goes to registers as a whole, so that the next is asked for before it is multiplied.
+// queries, gates and v, and if its request folds it has folded its first tiles where registers allow (`FOLDS_EARLY`); all
+// others ask for keys, queries and gates together with the cursors. A bf16 tile goes to registers as a whole, so that the
+// next is asked for before it is multiplied.
 // The first tile is multiplied before the small matrices are made: they are made in the shadow of the second tile's copy.
 // Asynchronous copies bring a tile, its v and its u of the log, STAGES tiles ahead; what a tile needs comes the way the
 // tile comes, since loads into registers are waited for at the end of the loop.
 // End of a launch. What a multiprocessor still does when others have nothing left is half a CTA on average, and a CTA that
 // folds a log lives longer. With HALVED the last requests have twice the CTAs, each with half the tiles of every warp.
-// Occupancy: MIN_CTAS bounds the registers. 12, 16, 20 or 24 warps of a multiprocessor have 168, 128, 96 or 80 registers (24
-// spill unless records are bf16), and with 16 of them 128 KiB of fp32 tiles are in flight; every one is at another point of
-// its life. 16 rows with an fp32 state fit three CTAs of four warps.
+// Occupancy: MIN_CTAS bounds the registers. 12, 16, 20 or 24 warps of a multiprocessor have 168, 128, 96 or 80 registers
+// (with 24 some variants spill, see resources.csv), and with 16 of them 128 KiB of fp32 tiles are in flight; every one is at
+// another point of its life. 16 rows with an fp32 state fit three CTAs of four warps.
 // Precision and traffic: as verify.cu. Nothing here needs an instruction newer than those of sm_80.
 #include "common.cuh"
 

@@ -77,7 +77,7 @@ def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Pa
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("name", ["gate", "gate_sm80", "drift", "counters"])
-def test_records_of_correctness_are_those_of_the_present_kernels(folder: Path, name: str) -> None:
+def test_records_are_those_of_the_present_kernels(folder: Path, name: str) -> None:
     assert record_of(folder, name)["kernel_hash"] == kernel_hash() or said_older(folder, name), AGAIN.format(name)
 
 

@@ -12,15 +12,15 @@ from types import ModuleType
 
 import pytest
 
-from kernels_cupy import attention_bench, attention_gate, drift, gate, offline, sanitize
+from kernels_cupy import attention_bench, attention_gate, commandline, drift, gate, offline, sanitize
 from lab.errors import MissingError, exit_code
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("gate", "sanitize", "drift", "attention_gate", "attention_bench")
+MODULES = ("gate", "sanitize", "drift", "attention_gate", "attention_bench", "counters")
 
 
 def flags_of(module: str, tmp_path: Path) -> list[str]:
-    return ["--out", str(tmp_path / "out")] if module == "attention_bench" else []
+    return ["--out", str(tmp_path / "out")] if module in ("attention_bench", "counters") else []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -168,6 +168,16 @@ def test_the_gate_is_red_where_a_chained_launch_differs(
     assert gate.main() == int(bool(differs))
     assert f"1 cases of chained launches, {len(differs)} differ" in capsys.readouterr().out
     assert json.loads((tmp_path / "gate.json").read_text())["chained"] == found
+
+
+def test_ctrl_c_ends_with_a_line_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        commandline.run(stopped)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted: nothing was written\n"
 
 
 def test_these_are_all_command_lines_of_the_package() -> None:

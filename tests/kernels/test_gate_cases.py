@@ -114,7 +114,8 @@ def test_a_case_runs_a_few_streams_and_every_name_is_one_case() -> None:
     lanes = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, LanesPlan))
     assert set(lanes.values()) <= {2, 3, 4}
     wide = Counter(replace(case, plan=None) for case in CASES if isinstance(case.plan, WidePlan))
-    assert set(wide.values()) <= set(range(1, 9))
+    assert max(wide.values()) <= 8
+    assert sum(plans > 2 for plans in wide.values()) < len(wide) / 10, "more where the table names plans of few sizes"
     assert list(cases(trees=9)) == CASES, "the same in every process"
 
 

@@ -286,24 +286,30 @@ def test_a_page_whose_markers_do_not_fit_is_refused(broken: str) -> None:
         fill(PAGE.replace("<!-- generated: score -->", broken), Record())
 
 
-def test_counters_stand_on_the_page_with_what_the_power_cap_costs() -> None:
+def counted(folder: Path, *cells: dict[str, object]) -> str:
+    """The page's counters with these changes to one cell of a record, a decode of 8 requests with an fp32 state."""
+    one = json.loads((H200 / "counters.json").read_text(encoding="utf-8"))["cells"][0]
+    one |= {"state_dtype": "float32", "tree": "chain:0", "batch": 8, "first_us": 8.0, "held_down_by": []}
+    one |= {"sustained_us": 8.0, "sm_clock_mhz": 1980.0}
+    record = {"seconds": 2.0, "cells": [one | cell for cell in cells]}
+    (folder / "counters.json").write_text(json.dumps(record), encoding="utf-8")
+    return PARTS["counters"](record_of(folder, [step("treelog", "chain:0", 1, 8.0)]))
+
+
+def test_counters_stand_on_the_page() -> None:
     record = json.loads((H200 / "counters.json").read_text(encoding="utf-8"))
-    text = parts_of(PAGE)["counters"]
-    assert text.count("\n| ") == len(record["cells"])
-    held = [cell for cell in record["cells"] if "power cap" in cell["held_down_by"]]
-    assert f"{len(held)} of {len(record['cells'])} cells meet the power cap" in text
-    targets = {
-        (row["state_dtype"], f"{'binary' if row['kind'] == 'tree' else 'chain'}:{row['rows'] - 1}", row["batch"]): row
-        for row in read_csv("kernel_targets.csv").iter_rows(named=True)
-    }
-    met = {(c.state_dtype, c.kernel.tree, c.batch) for c in Record().cells if c.verdict == "met"}
-    lost = [
-        cell
-        for cell in record["cells"]
-        if (place := (cell["state_dtype"], cell["tree"], cell["batch"])) in met
-        and cell["sustained_us"] > targets[place]["target_us"]
-    ]
-    assert text.count(" µs / ") == len(lost) > 0
+    assert parts_of(PAGE)["counters"].count("\n| ") == len(record["cells"]) > 10
+
+
+def test_the_page_says_what_a_clock_that_is_held_down_costs(tmp_path: Path) -> None:
+    """The target of the cell is 8.5 µs."""
+    hot = {"held_down_by": ["power cap"], "sm_clock_mhz": 1500.0, "sustained_us": 8.8}
+    text = counted(tmp_path, {}, hot, {**hot, "sm_clock_mhz": 1700.0, "sustained_us": 8.4})
+    assert (
+        "Replayed for 2 s, 2 of 3 cells have their clock held down (power cap): it falls to 1500 to 1700 MHz, and a "
+        "step takes 5 to 10 % longer than at first." in text
+    )
+    assert text.endswith("miss the target that they meet: fp32 plain decode at batch 8 (8.8 µs / 8.5).")
 
 
 def test_a_profile_without_counters_says_how_to_take_them(tmp_path: Path) -> None:
@@ -311,11 +317,8 @@ def test_a_profile_without_counters_says_how_to_take_them(tmp_path: Path) -> Non
 
 
 def test_a_cool_gpu_is_not_said_to_be_held_down(tmp_path: Path) -> None:
-    record = json.loads((H200 / "counters.json").read_text(encoding="utf-8"))
-    cells = [{**cell, "held_down_by": [], "sustained_us": 1.0} for cell in record["cells"]]
-    (tmp_path / "counters.json").write_text(json.dumps(record | {"cells": cells}), encoding="utf-8")
-    text = PARTS["counters"](record_of(tmp_path, []))
-    assert text.count("\n| ") == len(cells)
+    text = counted(tmp_path, {})
+    assert text.count("\n| ") == 1
     assert "Replayed" not in text
     assert "miss the target" not in text
 
@@ -327,3 +330,16 @@ def test_kernels_for_older_gpus_are_told_where_the_gate_ran_them(tmp_path: Path)
     (tmp_path / "gate_sm80.json").write_text(text, encoding="utf-8")
     sentence = "A GPU, compiled for compute_80 (`gate --quick --ptx 80`): 2 cases with 90 trees, 1 red."
     assert sentence in PARTS["errors"](record_of(tmp_path, []))
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "is missing; give"), ("{", "is no JSON text"), ("\udcff", "is no")])
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    record = record_of(tmp_path, [])
+    gate = tmp_path / "gate.json"
+    if text is None:
+        gate.unlink()
+    else:
+        gate.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UsageError, match=re.escape(str(gate))) as caught:
+        PARTS["errors"](record)
+    assert words in str(caught.value)
