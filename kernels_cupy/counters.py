@@ -28,6 +28,7 @@ from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import kernel_hash, load_cupy
 from kernels_cupy.device import check_gpu, clocks, device_record, power, trim_pool
 from kernels_cupy.gate import record_text
+from kernels_cupy.passes import pass_layers
 from kernels_cupy.steps import Shape, Step
 from lab.errors import MissingError
 from lab.files import replace_text
@@ -40,8 +41,6 @@ CELLS = (
     ("chain:0", 256), ("chain:3", 256), ("chain:7", 256), ("binary:15", 256), ("binary:31", 256), ("binary:63", 256),
     ("binary:31", 32), ("binary:63", 32), ("binary:15", 8), ("chain:0", 1),
 )  # fmt: skip
-#: A pass takes more memory than the L2 cache, and has several layers in any case.
-PASS_BYTES, PASS_LAYERS = 200e6, 8
 #: Seconds between two readings of clock and power.
 EVERY_S = 0.02
 #: What is kept of ncu's counters, in percent of a peak; `resident_warps` is a number per scheduler.
@@ -181,9 +180,8 @@ class Watch:
 
 def sustained(cell: Cell, seconds: float) -> dict[str, Any]:
     """Times of a chained step per layer at first and in the second half of `seconds`; clock and power in that half."""
-    shape = cell.shape
-    layers = max(PASS_LAYERS, int(PASS_BYTES // shape.layer_bytes()) + 1)
-    step, watch = Step(shape, layers), Watch(seconds)
+    layers = pass_layers(cell.shape)
+    step, watch = Step(cell.shape, layers), Watch(seconds)
     try:
         samples = timer.time_graph(step.chained_step, watch)
     finally:

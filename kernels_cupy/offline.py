@@ -144,15 +144,8 @@ def _nvcc(variant: Variant, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / variant.file
         source.write_text(source_text(variant.file), encoding="utf-8")
-        command = [
-            "nvcc",
-            "-cubin",
-            "-Xptxas",
-            "-v",
-            "-ftz=true",
-            f"-arch={arch}",
-            *macro_options(dict(variant.macros)),
-        ]
+        flush = CUPY_OPTIONS[0]  # the other is for NVRTC alone
+        command = ["nvcc", "-cubin", "-Xptxas", "-v", flush, f"-arch={arch}", *macro_options(dict(variant.macros))]
         done = subprocess.run(
             [*command, "-o", f"{folder}/out.cubin", str(source)], capture_output=True, text=True, check=False
         )

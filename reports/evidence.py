@@ -53,15 +53,6 @@ def gate(folder: Path = H200) -> list[dict[str, Any]]:
     return [{"name": name, **worst} for name, worst in _record(folder, "gate")["summary"].items()]
 
 
-def older_records(folder: Path = H200) -> str:
-    """Which records of correctness are of earlier kernels than the profile's, in a sentence; nothing where none is."""
-    older = device(folder).get("older_records") or []
-    if not older:
-        return ""
-    lack = "" if "chained" in _record(folder, "gate") else "; that of the gate has no chained launches"
-    return f"Records of earlier kernels than those of this profile: {', '.join(older)}{lack}."
-
-
 def chained(folder: Path = H200) -> str:
     """What the gate found of chained launches, in a sentence; nothing where it ran none."""
     found = _record(folder, "gate").get("chained")

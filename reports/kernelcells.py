@@ -54,9 +54,8 @@ class Kernel:
     def of_tree(cls, text: str) -> Kernel:
         """The kernel that verifies a tree (`chain:0`, `binary:15`)."""
         tree = parse_tree(text)
-        return cls(
-            "treelog", text, tree.num_rows, ("chain" if tree.num_rows > 1 else "decode") if tree.is_chain else "tree"
-        )
+        kind = "tree" if not tree.is_chain else "chain" if tree.num_rows > 1 else "decode"
+        return cls("treelog", text, tree.num_rows, kind)
 
 
 @dataclass(frozen=True, slots=True)

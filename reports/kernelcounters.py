@@ -1,12 +1,10 @@
-"""The table of `docs/kernels.md` that says what bounds a launch: counters, clock and power of the main cells."""
+"""What `docs/kernels.md` says of a record of `kernels_cupy.counters`: counters, clock and power of the main cells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reports import evidence
 from reports.kernelcells import STATES, Cell, Kernel, us
 
 #: Schedulers of a multiprocessor, of which the counters give one.
@@ -34,16 +32,9 @@ HEADER = (
 )  # fmt: skip
 
 
-def rows(folder: Path = evidence.H200) -> Iterator[tuple[str, ...]]:
-    """Lines of the table, with `HEADER`; none where a profile has no counters."""
-    for cell in evidence.counters(folder).get("cells", ()):
-        yield _row(cell)
-
-
-def held_down(folder: Path = evidence.H200) -> str:
+def held_down(record: Mapping[str, Any]) -> str:
     """What held the clock down while cells were replayed, in a sentence; nothing where nothing did."""
-    record = evidence.counters(folder)
-    held = [cell for cell in record.get("cells", ()) if cell["held_down_by"]]
+    held = [cell for cell in record["cells"] if cell["held_down_by"]]
     if not held:
         return ""
     reasons = ", ".join(sorted({reason for cell in held for reason in cell["held_down_by"]}))
@@ -56,13 +47,13 @@ def held_down(folder: Path = evidence.H200) -> str:
     )
 
 
-def lost(folder: Path, judged: Iterable[Cell]) -> str:
+def lost(record: Mapping[str, Any], judged: Iterable[Cell]) -> str:
     """Which cells meet their target, but not when they run for long, in a sentence; nothing where none does."""
     targets = {(cell.state_dtype, cell.kernel.tree, cell.batch): cell for cell in judged if cell.verdict == "met"}
     found = [
         f"{STATES[place[0]]} {targets[place].kernel.title} at batch {place[2]} "
         f"({cell['sustained_us']:.1f} µs / {targets[place].target_us:g})"
-        for cell in evidence.counters(folder).get("cells", ())
+        for cell in record["cells"]
         if (place := (cell["state_dtype"], cell["tree"], cell["batch"])) in targets
         and cell["sustained_us"] > targets[place].target_us
     ]
@@ -71,7 +62,8 @@ def lost(folder: Path, judged: Iterable[Cell]) -> str:
     return f"At that pace these would miss the target that they meet: {', '.join(found)}."
 
 
-def _row(cell: Mapping[str, Any]) -> tuple[str, ...]:
+def line(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    """A cell's line of the table with `HEADER`."""
     waits = sorted(cell["waits"].items(), key=lambda wait: -wait[1])[:SHOWN_WAITS]
     return (
         STATES[cell["state_dtype"]], Kernel.of_tree(cell["tree"]).title, str(cell["batch"]), f"`{cell['plan']}`",

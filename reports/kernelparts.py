@@ -201,18 +201,17 @@ def errors(record: Record) -> str:
         )
         rows.append((method, STATES[state], *values, str(worst["trees"])))
     found = table(("method", "state", *(f"{kind}: worst / limit" for kind in ERROR_KINDS), "trees"), rows)
-    notes = (read(record.folder) for read in (evidence.older_records, evidence.chained, evidence.for_older_gpus))
+    notes = (read(record.folder) for read in (evidence.chained, evidence.for_older_gpus))
     return "\n\n".join(filter(None, [found, *notes]))
 
 
 def counters(record: Record) -> str:
-    lines = list(kernelcounters.rows(record.folder))
-    if not lines:
+    found = evidence.counters(record.folder)
+    if not found:
         return "This profile has no counters: `python -m kernels_cupy.counters --out counters.json` takes them."
-    held = " ".join(
-        filter(None, [kernelcounters.held_down(record.folder), kernelcounters.lost(record.folder, record.cells)])
-    )
-    return "\n\n".join(filter(None, [table(kernelcounters.HEADER, lines), held]))
+    lines = table(kernelcounters.HEADER, map(kernelcounters.line, found["cells"]))
+    sentences = (kernelcounters.held_down(found), kernelcounters.lost(found, record.cells))
+    return "\n\n".join(filter(None, [lines, " ".join(filter(None, sentences))]))
 
 
 def _by_batch(lines: dict[Any, list[Cell]], text: Callable[[Cell], str]) -> str:

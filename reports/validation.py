@@ -170,7 +170,7 @@ def write_validation(path: Path, jobs: int = 2, serving_part: bool = True) -> No
         implied_runtime_gib=IMPLIED_RUNTIME_GIB,
         device=evidence.device(),
         gate=evidence.gate(),
-        chained=" ".join(filter(None, (evidence.older_records(), evidence.chained()))),
+        chained=evidence.chained(),
         drift=evidence.drift(),
         bf16_drift=evidence.bf16_drift(),
         decays=evidence.decays(),

@@ -18,6 +18,7 @@ from kernels_cupy.arrays import host_floats
 from kernels_cupy.choice import plan_here
 from kernels_cupy.compiler import compile_variants, load_cupy
 from kernels_cupy.launch import chains_here
+from kernels_cupy.passes import allocated_bytes, pass_layers
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.problems import LOG_METHODS
 from kernels_cupy.sessions import SESSIONS, CudaSession
@@ -36,12 +37,6 @@ SINGLE = GateErrors(4e-3, 1e-5)
 ROUNDED = GateErrors(2e-2, 2e-2)
 #: Requests of a gate's session, whatever the point's batch: they run with the plan that the point launches.
 GATE_BATCH = 5
-#: Layers cover at least this many times the L2 cache, which does not forget in the order of use.
-CACHE_COVER = 4
-MAX_LAYERS = 512
-#: Layers of a pass at least, as a model's follow one another; what a step does once for all layers is shared by them.
-#: So many only if they take half of the device's memory at most.
-PASS_LAYERS = 8
 #: Below so many requests, steps differ in how many of them flush: a sample is then a whole cycle of the logs.
 FEW_REQUESTS = 64
 #: Device memory that stays in CuPy's pool between points.
@@ -102,7 +97,7 @@ class CudaBackend:
         """Layers must fit 90 % of the free memory, that of CuPy's pool included."""
         cp = load_cupy()
         shape = shape_of(point)
-        needed = allocated_bytes(shape, self.layers(shape))
+        needed = allocated_bytes(shape, pass_layers(shape))
         free = cp.cuda.runtime.memGetInfo()[0] + cp.get_default_memory_pool().free_bytes()
         if needed > 0.9 * free:
             return (
@@ -130,7 +125,7 @@ class CudaBackend:
 
     def measure(self, point: Point, phases: Collection[str], effort: Effort) -> Iterator[PhaseTiming]:
         shape = shape_of(point)
-        layers = self.layers(shape)
+        layers = pass_layers(shape)
         enough = AnyOf(
             (MedianSpread(effort.relative_spread, effort.min_samples), TimeLimit(effort.limit_s, effort.min_samples))
         )
@@ -160,23 +155,10 @@ class CudaBackend:
     def clocks(self) -> dict[str, Any]:
         return device.clocks()
 
-    def layers(self, shape: Shape) -> int:
-        """Layers that a pass goes over: none is in the L2 cache, and they are `PASS_LAYERS` at least if so many fit."""
-        cuda = load_cupy().cuda
-        covering = int(-(-CACHE_COVER * cuda.Device().attributes["L2CacheSize"] // shape.layer_bytes()))
-        fitting = int(cuda.runtime.memGetInfo()[1] / 2 // allocated_bytes(shape, 1))
-        return min(max(covering, min(PASS_LAYERS, fitting)), MAX_LAYERS)
-
 
 def shape_of(point: Point) -> Shape:
     """The point as `kernels_cupy.steps` lays it out."""
     return Shape(point.method, point.heads, point.batch, point.tree)
-
-
-def allocated_bytes(shape: Shape, layers: int) -> float:
-    """Device memory that a `Step` takes at most while it is made: storeall copies its states once."""
-    copies = 2 if shape.method == "storeall" else 1
-    return copies * layers * shape.layer_bytes()
 
 
 def cycle_of(shape: Shape) -> int:

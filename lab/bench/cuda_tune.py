@@ -13,6 +13,7 @@ import numpy as np
 from kernels_cupy import device, timer
 from kernels_cupy.choice import candidates, modelled_plan
 from kernels_cupy.compiler import has_warpgroups, multiprocessors, shared_bytes_per_cta
+from kernels_cupy.passes import pass_layers
 from kernels_cupy.plans import Problem, VerifyPlan
 from kernels_cupy.steps import Step
 from lab.bench.cuda_backend import POOL_BYTES, CudaBackend, cycle_of, shape_of
@@ -43,7 +44,7 @@ class CudaTuner:
 
     def measure(self, point: Point, plans: Sequence[VerifyPlan]) -> dict[str, float]:
         shape = shape_of(point)
-        layers, cycle = self.backend.layers(shape), cycle_of(shape)
+        layers, cycle = pass_layers(shape), cycle_of(shape)
         enough = TimeLimit(MIN_SECONDS, max(MIN_SAMPLES, cycle))
         times: dict[str, float] = {}
         step = Step(shape, layers, plan=plans[0])

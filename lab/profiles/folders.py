@@ -126,7 +126,6 @@ _DEVICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "skipped": (_is_texts, "a list of sentences"),
     "points_left_out": (lambda value: value is None or (type(value) is int and value >= 0), "a whole number from 0"),
     "stale_reason": (lambda value: value is None or isinstance(value, str), "a sentence or null"),
-    "older_records": (_is_texts, "a list of the records beside it that are of earlier kernels"),
     "operator_tables": (lambda value: value is None or value in GPU_NAMES, f"null or one of {', '.join(GPU_NAMES)}"),
     "date": (lambda value: value is None or isinstance(value, str), "a date such as 2026-11-29"),
     "runs": (

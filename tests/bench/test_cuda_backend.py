@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels_cupy import choice, device
+from kernels_cupy import choice, device, passes
 from kernels_cupy.choice import place_of
+from kernels_cupy.passes import PASS_LAYERS, allocated_bytes, pass_layers
 from kernels_cupy.plans import MAX_SHARED_BYTES, VerifyPlan
 from kernels_cupy.steps import CUDA_METHODS, Shape
 from lab.bench import cuda_backend
 from lab.bench.backend import Effort
-from lab.bench.cuda_backend import GATE_BATCH, PASS_LAYERS, POOL_BYTES, CudaBackend, allocated_bytes, problem_of
+from lab.bench.cuda_backend import GATE_BATCH, POOL_BYTES, CudaBackend, problem_of
 from lab.bench.points import Point
 from lab.bench.reference import References
 from lab.bf16 import from_bits, to_bits
@@ -111,6 +112,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(device, "chains_here", lambda: True)
     monkeypatch.setattr(cuda_backend, "chains_here", lambda: True)
     monkeypatch.setattr(device, "load_cupy", lambda: cp)
+    monkeypatch.setattr(passes, "load_cupy", lambda: cp)
     monkeypatch.setattr(choice, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(choice, "multiprocessors", lambda: 132)
     monkeypatch.setattr(choice, "shared_bytes_per_cta", lambda: MAX_SHARED_BYTES)
@@ -238,7 +240,7 @@ def test_a_pass_has_layers_for_the_cache_and_as_a_model_where_they_fit(
     fake_gpu: Any, heads: LayerHeads, batch: int, expected: int
 ) -> None:
     shape = Shape("storeall", heads, batch, TREES["root"])
-    assert CudaBackend().layers(shape) == expected
+    assert pass_layers(shape) == expected
     assert expected in (1, 48) or allocated_bytes(shape, expected) <= 70e9
 
 

@@ -46,7 +46,8 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> CudaTuner:
     monkeypatch.setattr(cuda_tune, "multiprocessors", lambda: 132)
     monkeypatch.setattr(cuda_tune, "has_warpgroups", lambda: False)
     FakeStep.released = 0
-    return CudaTuner(SimpleNamespace(layers=lambda shape: 4))  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda_tune, "pass_layers", lambda shape: 4)
+    return CudaTuner(SimpleNamespace())  # type: ignore[arg-type]
 
 
 def point(batch: int) -> Point:

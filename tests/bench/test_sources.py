@@ -78,7 +78,7 @@ def test_a_shipped_profile_can_be_read_and_has_an_interpolation_error(folder: Pa
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("name", ["gate", "gate_sm80", "drift", "counters"])
 def test_records_are_those_of_the_present_kernels(folder: Path, name: str) -> None:
-    assert record_of(folder, name)["kernel_hash"] == kernel_hash() or said_older(folder, name), AGAIN.format(name)
+    assert record_of(folder, name)["kernel_hash"] == kernel_hash(), AGAIN.format(name)
 
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
@@ -90,7 +90,7 @@ def test_the_gate_ran_the_cases_that_it_has_now(folder: Path) -> None:
         for entry in record_of(folder, "gate")["cases"]
     )
     wanted = Counter(tuple(case.record().items()) for case in cases(trees=9))
-    assert found == wanted or said_older(folder, "gate"), AGAIN.format("gate")
+    assert found == wanted, AGAIN.format("gate")
 
 
 @pytest.mark.skipif(not PROFILES, reason="no kernel profile is shipped")
@@ -147,10 +147,8 @@ def test_the_closed_loop_ran_every_group_to_its_end_and_failed_in_none(folder: P
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 def test_every_sanitizer_ran_the_sessions_that_there_are_and_found_nothing(folder: Path) -> None:
     first, *lines = (folder / "sanitizer.txt").read_text(encoding="utf-8").splitlines()
+    assert first.endswith(f"kernels {kernel_hash()}"), AGAIN.format("sanitize")
     sessions = len(sanitized_cases())
-    if not first.endswith(f"kernels {kernel_hash()}"):
-        assert said_older(folder, "sanitizer"), AGAIN.format("sanitize")
-        sessions = int(lines[0].split()[1])
     wanted = {
         name: f"{sessions} sessions, 0 {'hazards' if name == 'racecheck' else 'errors'}" for name in TOOLS
     }  # fmt: skip
@@ -161,16 +159,11 @@ def test_every_sanitizer_ran_the_sessions_that_there_are_and_found_nothing(folde
 @pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
 def test_chained_launches_of_the_gate_differ_in_no_bit(folder: Path) -> None:
     record = record_of(folder, "gate").get("chained")
-    assert record or said_older(folder, "gate"), AGAIN.format("gate")
+    assert record, AGAIN.format("gate")
     if record:
         assert [entry for entry in record if entry["differs"]] == []
         found = Counter(tuple(x for x in entry.items() if x[0] not in ("plan", "differs")) for entry in record)
         assert found == Counter(tuple(case.record().items()) for case in chained.cases()), AGAIN.format("gate")
-
-
-def said_older(folder: Path, record: str) -> bool:
-    """Whether the profile itself says that a record is of kernels before the present ones."""
-    return record in (read_device(folder).get("older_records") or [])
 
 
 def record_of(folder: Path, name: str) -> dict[str, Any]:

@@ -10,21 +10,12 @@ import pytest
 from kernels_cupy.arrays import NAN_BITS, host_floats
 from kernels_cupy.attention import HEAD_DIM, VerifyAttention
 from kernels_cupy.attention_gate import LIMIT, Case, cases, run
-from kernels_cupy.compiler import load_cupy
 from kernels_cupy.timer import graph_of
 from lab.bf16 import to_bits
-from lab.errors import MissingError, UsageError
+from lab.errors import UsageError
 from lab.trees import DraftTree
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def cp() -> Any:
-    try:
-        return load_cupy()
-    except MissingError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("case", list(cases(quick=True)), ids=lambda case: case.name)

@@ -11,20 +11,16 @@ from lab.bench.cuda_backend import CudaBackend
 from lab.bench.harness import run_bench
 from lab.bench.points import Axes
 from lab.bench.results import new_result, save
-from lab.errors import MissingError
 from lab.profiles.folders import ROWS_FILE
 from lab.profiles.rows import read_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("chains")]
 
 TREES = ("chain:0", "chain:3", "2,2,2")
 
 
 def test_every_method_is_gated_and_timed(tmp_path: Path) -> None:
-    try:
-        backend = CudaBackend(eager=True)
-    except MissingError as error:
-        pytest.skip(str(error))
+    backend = CudaBackend(eager=True)
     axes = Axes(backend.methods, (("Qwen3.5-35B-A3B", 1),), ("float32", "bfloat16"), (1, 33), TREES)
     points = axes.points()
     result = new_result(backend, {})

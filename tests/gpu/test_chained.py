@@ -5,24 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kernels_cupy.chained import Case, run, written
-from kernels_cupy.device import check_gpu
-from lab.errors import MissingError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("chains")]
 
 CASES = [
     Case("treelog", 32, "float32", 5, "chain:3"),
     Case("treelog", 48, "bfloat16", 5, "binary:15"),
     Case("storeall", 32, "float32", 5, "chain:3"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    try:
-        check_gpu()
-    except MissingError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

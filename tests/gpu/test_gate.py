@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kernels_cupy.compiler import load_cupy
 from kernels_cupy.gate import Case, cases, failures, run
-from lab.errors import MissingError
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    try:
-        load_cupy()
-    except MissingError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("case", list(cases(trees=7, quick=True)), ids=lambda case: case.name)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kernels_cupy import reference
-from kernels_cupy.compiler import load_cupy
 from kernels_cupy.gate import DECODING
 from kernels_cupy.sessions import SESSIONS, CudaSession
-from lab.errors import MissingError, UsageError
+from lab.errors import UsageError
 from lab.methods.base import LayerHeads
 from lab.methods.protocol import Operands, SessionSpec
 from lab.trees import DraftTree
@@ -27,14 +26,6 @@ CASES = [
     ("storeall", DraftTree.chain(3)), ("replayssm", DraftTree.chain(3)),
     *((method, DraftTree.from_widths([2, 2])) for method in ("storeall", "treewy", "bole", "treelog")),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def cp() -> Any:
-    try:
-        return load_cupy()
-    except MissingError as error:
-        pytest.skip(str(error))
 
 
 def random_operands(cp: Any, tree: DraftTree, seed: int) -> Operands:

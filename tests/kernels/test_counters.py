@@ -124,6 +124,7 @@ def test_without_clocks_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(counters, "clocks", dict)
     monkeypatch.setattr(counters, "power", lambda: {"power_w": 7.0})
     monkeypatch.setattr(counters, "trim_pool", lambda keep: None)
+    monkeypatch.setattr(counters, "pass_layers", lambda shape: 8)
     step = SimpleNamespace(chained_step=None, release=lambda: None)
     monkeypatch.setattr(counters, "Step", lambda shape, layers: step)
 
@@ -137,7 +138,7 @@ def test_without_clocks_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> N
         counters.sustained(cell, 1.0)
     monkeypatch.setattr(counters, "clocks", lambda: {"sm_clock_mhz": 1980, "throttle_reasons": ["power cap"]})
     found = counters.sustained(cell, 1.0)
-    assert found["first_us"] == found["sustained_us"] == 1.0  # of eight layers
+    assert found["first_us"] == found["sustained_us"] == 1.0
     assert (found["sm_clock_mhz"], found["power_w"], found["held_down_by"]) == (1980, 7, ["power cap"])
 
 
